@@ -1,0 +1,113 @@
+"""The data plane's contract: two blocking halves that run on lanes.
+
+A stream carries one round's tensors as the chunks of a shared plan (`transports.planning`). Both
+halves know the plan; only readiness, acknowledgements and digests travel beside the bytes.
+`abort` may be called from any thread, at any time, more than once, and returns at once: a half
+that is blocked then raises `TransportAborted`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from transports.planning import Plan
+
+
+class StreamSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What one half moved in a round.
+
+    Attributes:
+        nbytes: Payload bytes, padding not counted.
+        chunks: Chunks of the plan that were carried.
+        digest: Chained digest of all chunks in hex, or None when only counts are checked.
+    """
+
+    nbytes: int
+    chunks: int
+    digest: str | None = None
+
+
+class Progress:
+    """Written by the lane's thread, read by the loop: plain attributes, no lock needed."""
+
+    __slots__ = ("at", "nbytes")
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.at = time.monotonic()
+
+    def step(self, nbytes: int) -> None:
+        """Note that `nbytes` more payload bytes went through (0 counts as a sign of life)."""
+        self.nbytes += nbytes
+        self.at = time.monotonic()
+
+
+class Sender(Protocol):
+    """The trainer's half."""
+
+    progress: Progress
+
+    def open(self, plan: Plan, readers: int, *, round: int, stall: float) -> None:
+        """Wait until all readers of this round are connected.
+
+        Raises:
+            PhaseTimeout: A reader did not come within `stall` seconds.
+            TransportAborted: `abort` was called.
+        """
+
+    def write(self, batch: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Take ``(index in the plan, tensor)`` pairs in plan order.
+
+        The bytes are copied out before the call returns, except where tensors already live in
+        memory the readers see: those must not change before `finish` returns.
+        """
+
+    def finish(self) -> StreamSummary:
+        """Return when every reader has acknowledged every chunk."""
+
+    def abort(self) -> None:
+        """Unblock whatever is running; from any thread."""
+
+    def close(self) -> None:
+        """Drop this round's connections. What outlives rounds (segments, address) stays."""
+
+
+class Receiver(Protocol):
+    """The worker's half."""
+
+    progress: Progress
+
+    def receive(
+        self,
+        plan: Plan,
+        destination: Callable[[int], torch.Tensor],
+        landed: Callable[[list[int]], None],
+        *,
+        round: int,
+        stall: float,
+    ) -> StreamSummary:
+        """Fill ``destination(i)`` for every tensor `i` of the plan.
+
+        `landed` is called with the indices that are complete (and verified, where digests are
+        on), in plan order, each once.
+
+        Raises:
+            PeerLost: The sender's connection closed.
+            PhaseTimeout: Nothing arrived for `stall` seconds.
+            DigestMismatch: A chunk's bytes differ from what was sent.
+            TransportAborted: `abort` was called.
+        """
+
+    def abort(self) -> None:
+        """Unblock whatever is running; from any thread."""
+
+    def close(self) -> None:
+        """Drop this round's connection."""
