@@ -1,0 +1,364 @@
+"""aiosync: awaitable weight sync from a trainer into running inference workers.
+
+Everything public is importable from here; a name's module is loaded when the name is first used,
+so ``import aiosync`` stays light (no torch).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from aiosync.errors import (
+    AiosyncError as AiosyncError,
+)
+from aiosync.errors import (
+    Busy as Busy,
+)
+from aiosync.errors import (
+    Coverage as Coverage,
+)
+from aiosync.errors import (
+    DigestMismatch as DigestMismatch,
+)
+from aiosync.errors import (
+    Fenced as Fenced,
+)
+from aiosync.errors import (
+    GateRejected as GateRejected,
+)
+from aiosync.errors import (
+    InvalidTransition as InvalidTransition,
+)
+from aiosync.errors import (
+    LanePoisoned as LanePoisoned,
+)
+from aiosync.errors import (
+    LocalError as LocalError,
+)
+from aiosync.errors import (
+    OutcomeUnknown as OutcomeUnknown,
+)
+from aiosync.errors import (
+    OutOfSharedMemory as OutOfSharedMemory,
+)
+from aiosync.errors import (
+    PeerLost as PeerLost,
+)
+from aiosync.errors import (
+    PhaseTimeout as PhaseTimeout,
+)
+from aiosync.errors import (
+    ProtocolMismatch as ProtocolMismatch,
+)
+from aiosync.errors import (
+    ReentrantTransition as ReentrantTransition,
+)
+from aiosync.errors import (
+    Refused as Refused,
+)
+from aiosync.errors import (
+    RemoteError as RemoteError,
+)
+from aiosync.errors import (
+    RoundCancelled as RoundCancelled,
+)
+from aiosync.errors import (
+    Torn as Torn,
+)
+from aiosync.errors import (
+    TransportAborted as TransportAborted,
+)
+from aiosync.errors import (
+    Unauthorized as Unauthorized,
+)
+from aiosync.errors import (
+    Validation as Validation,
+)
+from aiosync.errors import (
+    WrongLoop as WrongLoop,
+)
+from aiosync.errors import (
+    WrongProcess as WrongProcess,
+)
+from aiosync.errors import (
+    WrongThread as WrongThread,
+)
+
+if TYPE_CHECKING:
+    from aiosync.budget import Budget as Budget
+    from aiosync.client import (
+        Capabilities as Capabilities,
+    )
+    from aiosync.client import (
+        HTTPVLLMWeightSyncClient as HTTPVLLMWeightSyncClient,
+    )
+    from aiosync.client import (
+        SupportsAbort as SupportsAbort,
+    )
+    from aiosync.client import (
+        SupportsPrepare as SupportsPrepare,
+    )
+    from aiosync.client import (
+        SupportsStatus as SupportsStatus,
+    )
+    from aiosync.client import (
+        VLLMWeightSyncClient as VLLMWeightSyncClient,
+    )
+    from aiosync.client import (
+        sync_client as sync_client,
+    )
+    from aiosync.config import (
+        TrainerInitInfo as TrainerInitInfo,
+    )
+    from aiosync.config import (
+        WeightTransferConfig as WeightTransferConfig,
+    )
+    from aiosync.config import (
+        WeightTransferInitInfo as WeightTransferInitInfo,
+    )
+    from aiosync.config import (
+        WeightTransferInitRequest as WeightTransferInitRequest,
+    )
+    from aiosync.config import (
+        WeightTransferUpdateInfo as WeightTransferUpdateInfo,
+    )
+    from aiosync.config import (
+        WeightTransferUpdateRequest as WeightTransferUpdateRequest,
+    )
+    from aiosync.defaults import (
+        DEFAULTS as DEFAULTS,
+    )
+    from aiosync.defaults import (
+        Defaults as Defaults,
+    )
+    from aiosync.engines.ipc import (
+        IPCTrainerInitInfo as IPCTrainerInitInfo,
+    )
+    from aiosync.engines.ipc import (
+        IPCTrainerWeightTransferEngine as IPCTrainerWeightTransferEngine,
+    )
+    from aiosync.engines.ipc import (
+        IPCWeightTransferEngine as IPCWeightTransferEngine,
+    )
+    from aiosync.engines.ipc import (
+        IPCWeightTransferInitInfo as IPCWeightTransferInitInfo,
+    )
+    from aiosync.engines.ipc import (
+        IPCWeightTransferUpdateInfo as IPCWeightTransferUpdateInfo,
+    )
+    from aiosync.engines.ipc import (
+        share_tensors as share_tensors,
+    )
+    from aiosync.engines.loopback import (
+        LoopbackTrainerInitInfo as LoopbackTrainerInitInfo,
+    )
+    from aiosync.engines.loopback import (
+        LoopbackTrainerWeightTransferEngine as LoopbackTrainerWeightTransferEngine,
+    )
+    from aiosync.engines.loopback import (
+        LoopbackWeightTransferEngine as LoopbackWeightTransferEngine,
+    )
+    from aiosync.factory import (
+        WeightTransferEngineFactory as WeightTransferEngineFactory,
+    )
+    from aiosync.factory import (
+        WeightTransferTrainerFactory as WeightTransferTrainerFactory,
+    )
+    from aiosync.factory import (
+        available_backends as available_backends,
+    )
+    from aiosync.fleet import (
+        FleetClient as FleetClient,
+    )
+    from aiosync.fleet import (
+        Member as Member,
+    )
+    from aiosync.front_door import connect as connect
+    from aiosync.generation import GenerationGate as GenerationGate
+    from aiosync.handle import (
+        RoundProgress as RoundProgress,
+    )
+    from aiosync.handle import (
+        WeightUpdate as WeightUpdate,
+    )
+    from aiosync.messages import (
+        PeerState as PeerState,
+    )
+    from aiosync.messages import (
+        RoundHeader as RoundHeader,
+    )
+    from aiosync.metadata import (
+        ParamMeta as ParamMeta,
+    )
+    from aiosync.metadata import (
+        Placement as Placement,
+    )
+    from aiosync.metadata import (
+        Replicate as Replicate,
+    )
+    from aiosync.metadata import (
+        Shard as Shard,
+    )
+    from aiosync.metadata import (
+        layerwise_groups as layerwise_groups,
+    )
+    from aiosync.metadata import (
+        materialize_full_tensor as materialize_full_tensor,
+    )
+    from aiosync.report import (
+        MemberOutcome as MemberOutcome,
+    )
+    from aiosync.report import (
+        Report as Report,
+    )
+    from aiosync.server import (
+        WeightUpdateService as WeightUpdateService,
+    )
+    from aiosync.server import (
+        serve as serve,
+    )
+    from aiosync.sinks import (
+        Sink as Sink,
+    )
+    from aiosync.sinks import (
+        make_sink as make_sink,
+    )
+    from aiosync.sources import (
+        ModuleSource as ModuleSource,
+    )
+    from aiosync.sources import (
+        WeightSource as WeightSource,
+    )
+    from aiosync.trainer import TrainerWeightTransferEngine as TrainerWeightTransferEngine
+    from aiosync.version import Version as Version
+    from aiosync.worker import WeightTransferEngine as WeightTransferEngine
+    from statemachines import (
+        Subscription as Subscription,
+    )
+    from statemachines import (
+        Transition as Transition,
+    )
+    from statemachines import (
+        TransitionHub as TransitionHub,
+    )
+    from statemachines.tables import (
+        ENGINE as ENGINE,
+    )
+    from statemachines.tables import (
+        State as State,
+    )
+    from statemachines.tables import (
+        Trigger as Trigger,
+    )
+    from statemachines.tables import (
+        Weights as Weights,
+    )
+
+_LAZY = {
+    "Budget": "aiosync.budget",
+    "Capabilities": "aiosync.client",
+    "DEFAULTS": "aiosync.defaults",
+    "Defaults": "aiosync.defaults",
+    "ENGINE": "statemachines.tables",
+    "FleetClient": "aiosync.fleet",
+    "GenerationGate": "aiosync.generation",
+    "HTTPVLLMWeightSyncClient": "aiosync.client",
+    "IPCTrainerInitInfo": "aiosync.engines.ipc",
+    "IPCTrainerWeightTransferEngine": "aiosync.engines.ipc",
+    "IPCWeightTransferEngine": "aiosync.engines.ipc",
+    "IPCWeightTransferInitInfo": "aiosync.engines.ipc",
+    "IPCWeightTransferUpdateInfo": "aiosync.engines.ipc",
+    "LoopbackTrainerInitInfo": "aiosync.engines.loopback",
+    "LoopbackTrainerWeightTransferEngine": "aiosync.engines.loopback",
+    "LoopbackWeightTransferEngine": "aiosync.engines.loopback",
+    "Member": "aiosync.fleet",
+    "MemberOutcome": "aiosync.report",
+    "ModuleSource": "aiosync.sources",
+    "ParamMeta": "aiosync.metadata",
+    "PeerState": "aiosync.messages",
+    "Placement": "aiosync.metadata",
+    "Replicate": "aiosync.metadata",
+    "Report": "aiosync.report",
+    "RoundHeader": "aiosync.messages",
+    "RoundProgress": "aiosync.handle",
+    "Shard": "aiosync.metadata",
+    "Sink": "aiosync.sinks",
+    "State": "statemachines.tables",
+    "Subscription": "statemachines",
+    "SupportsAbort": "aiosync.client",
+    "SupportsPrepare": "aiosync.client",
+    "SupportsStatus": "aiosync.client",
+    "TrainerInitInfo": "aiosync.config",
+    "TrainerWeightTransferEngine": "aiosync.trainer",
+    "Transition": "statemachines",
+    "TransitionHub": "statemachines",
+    "Trigger": "statemachines.tables",
+    "VLLMWeightSyncClient": "aiosync.client",
+    "Version": "aiosync.version",
+    "WeightSource": "aiosync.sources",
+    "WeightTransferConfig": "aiosync.config",
+    "WeightTransferEngine": "aiosync.worker",
+    "WeightTransferEngineFactory": "aiosync.factory",
+    "WeightTransferInitInfo": "aiosync.config",
+    "WeightTransferInitRequest": "aiosync.config",
+    "WeightTransferTrainerFactory": "aiosync.factory",
+    "WeightTransferUpdateInfo": "aiosync.config",
+    "WeightTransferUpdateRequest": "aiosync.config",
+    "WeightUpdate": "aiosync.handle",
+    "WeightUpdateService": "aiosync.server",
+    "Weights": "statemachines.tables",
+    "available_backends": "aiosync.factory",
+    "connect": "aiosync.front_door",
+    "layerwise_groups": "aiosync.metadata",
+    "make_sink": "aiosync.sinks",
+    "materialize_full_tensor": "aiosync.metadata",
+    "serve": "aiosync.server",
+    "share_tensors": "aiosync.engines.ipc",
+    "sync_client": "aiosync.client",
+}
+
+__version__ = "0.1.0"
+__all__ = sorted(
+    [
+        *_LAZY,
+        "AiosyncError",
+        "Busy",
+        "Coverage",
+        "DigestMismatch",
+        "Fenced",
+        "GateRejected",
+        "InvalidTransition",
+        "LanePoisoned",
+        "LocalError",
+        "OutOfSharedMemory",
+        "OutcomeUnknown",
+        "PeerLost",
+        "PhaseTimeout",
+        "ProtocolMismatch",
+        "ReentrantTransition",
+        "Refused",
+        "RemoteError",
+        "RoundCancelled",
+        "Torn",
+        "TransportAborted",
+        "Unauthorized",
+        "Validation",
+        "WrongLoop",
+        "WrongProcess",
+        "WrongThread",
+    ]
+)
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'aiosync' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_LAZY))

@@ -1,0 +1,208 @@
+"""Structured concurrency of a round: legs, collapse, clean-up that survives, free tasks.
+
+Vocabulary: *level* cancellation comes from an anyio scope and is raised at every await until the
+scope ends; *native* cancellation is ``task.cancel()``, raised once, and it pierces a shield. We
+create only the first and must survive the second, so whatever has to finish runs in a child task:
+a native cancel then hits the parent, which waits for the child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
+
+import anyio
+
+from aiosync.errors import AiosyncError, RemoteError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+async def run_legs(
+    control: Callable[[], Awaitable[T]], data: Callable[[], Awaitable[Any]], *, linger: float
+) -> T:
+    """Run the control leg and the data leg together; the first failure cancels the other.
+
+    A peer that fails closes its data connection a moment before its answer arrives, and the
+    answer says why. So when the data leg fails first, the control leg gets `linger` seconds to
+    end by itself before it is cancelled.
+
+    Returns:
+        What the control leg returned.
+
+    Raises:
+        One plain exception: the root cause (`rank_errors`), the other failure as its note.
+    """
+    failures: list[Exception] = []
+    results: list[T] = []
+    control_over = anyio.Event()
+
+    async def run_control() -> None:
+        try:
+            results.append(await control())
+        except Exception as error:  # noqa: BLE001  collected; raised below as one exception
+            failures.append(error)
+            group.cancel_scope.cancel()
+        finally:
+            control_over.set()
+
+    async def run_data() -> None:
+        try:
+            await data()
+        except Exception as error:  # noqa: BLE001  collected; raised below as one exception
+            failures.append(error)
+            with anyio.move_on_after(linger):
+                await control_over.wait()
+            group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run_control)
+        group.start_soon(run_data)
+    if failures:
+        raise rank_errors(failures)
+    return results[0]
+
+
+def rank_errors(errors: Sequence[BaseException]) -> BaseException:
+    """The root cause among `errors`, the others attached to it as notes.
+
+    What a peer reported outranks what this side concluded; among equals the first one wins.
+    """
+    best = min(errors, key=lambda error: (_distance_from_cause(error), errors.index(error)))
+    for other in errors:
+        if other is not best:
+            best.add_note(f"also: {type(other).__name__}: {first_line(other)}")
+    return best
+
+
+def _distance_from_cause(error: BaseException) -> int:
+    if not isinstance(error, AiosyncError):
+        # An exception of the user's own code (a source, a loader) is the cause by itself.
+        return 0 if isinstance(error, Exception) else 1
+    if error.code in ("transport_aborted", "peer_lost"):
+        return 3
+    return 1 if isinstance(error, RemoteError) else 2
+
+
+def collapse(error: BaseException) -> BaseException:
+    """One plain exception out of a (nested) exception group."""
+    leaves: list[BaseException] = []
+
+    def walk(current: BaseException) -> None:
+        if isinstance(current, BaseExceptionGroup):
+            for child in current.exceptions:
+                walk(child)
+        else:
+            leaves.append(current)
+
+    walk(error)
+    return rank_errors(leaves)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its type where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+async def run_to_end(fn: Callable[[], Awaitable[Any]], *, seconds: float) -> bool:
+    """Await ``fn()`` for at most `seconds`, whatever kind of cancellation arrives meanwhile.
+
+    Errors of `fn` are logged at DEBUG and dropped: clean-up must not hide the cause.
+
+    Returns:
+        Whether `fn` finished without error within the time.
+    """
+    finished = False
+
+    async def body() -> None:
+        nonlocal finished
+        # shield: clean-up has to run although the round is being cancelled; bounded by `seconds`.
+        with anyio.move_on_after(seconds, shield=True):
+            try:
+                await fn()
+                finished = True
+            except Exception:
+                logger.debug("clean-up failed", exc_info=True)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(body)
+    return finished
+
+
+@final
+class Task(Generic[T]):
+    """A free task with a bounded, repeatable wait and a result that never logs by accident."""
+
+    __slots__ = ("_task", "name")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], name: str) -> None:
+        self.name = name
+        self._task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        _ALIVE.add(self._task)
+        self._task.add_done_callback(_ALIVE.discard)
+        self._task.add_done_callback(_note_failure)
+
+    @property
+    def done(self) -> bool:
+        return self._task.done()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._task.get_loop()
+
+    def result(self) -> T:
+        """The outcome of a finished task; re-raises its exception."""
+        return self._task.result()
+
+    def cancel(self) -> None:
+        """Ask the task to stop; safe to repeat."""
+        self._task.cancel()
+
+    async def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the task has ended; False if it did not within `timeout` seconds.
+
+        Cancelling the waiter leaves the task alone.
+        """
+        if not self._task.done():
+            await asyncio.wait([self._task], timeout=timeout)
+        return self._task.done()
+
+
+_ALIVE: set[asyncio.Task[Any]] = set()
+# The loop holds tasks weakly; this is what keeps a supervised one alive until it ends.
+
+
+def _note_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.debug("task %s ended with %s", task.get_name(), type(error).__name__)
+
+
+@final
+class Supervisor:
+    """The one place that creates tasks which outlive the call that started them."""
+
+    __slots__ = ("_tasks",)
+
+    def __init__(self) -> None:
+        self._tasks: set[Task[Any]] = set()
+
+    def start(self, coroutine: Coroutine[Any, Any, T], *, name: str) -> Task[T]:
+        self._tasks = {task for task in self._tasks if not task.done}
+        task = Task(coroutine, name)
+        self._tasks.add(task)
+        return task
+
+    async def aclose(self, *, seconds: float) -> None:
+        """Cancel what still runs and wait for it, at most `seconds`."""
+        running = [task for task in self._tasks if not task.done]
+        for task in running:
+            task.cancel()
+        for task in running:
+            await task.wait(timeout=seconds)
+        self._tasks.clear()

@@ -1,0 +1,44 @@
+"""Every timeout and every size of the protocol in one table.
+
+Seconds end in ``_s``, bytes in ``_bytes``. ``None`` in a public argument always means "the value
+of this table", never "no limit".
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Defaults(msgspec.Struct, frozen=True, kw_only=True):
+    """The table; `DEFAULTS` is the one instance the package reads."""
+
+    total_s: float = 3600.0  # a whole round, `send_weights` from call to return
+    admit_s: float = 30.0  # until every member accepted `start`
+    pause_s: float = 60.0  # until generation is paused (or resumed)
+    stall_s: float = 30.0  # longest time without a byte of progress
+    finish_s: float = 60.0  # prepare and commit: verify, swap, post-process
+    cleanup_s: float = 1.0  # everything that happens after the deadline or the first failure
+
+    lease_s: float = 30.0  # silence of a trainer that an open round survives
+    legacy_lease_s: float = 300.0  # the same for clients that know nothing of leases
+    heartbeat_s: float = 10.0  # a third of the lease: one lost beat is no death
+
+    connect_s: float = 5.0  # TCP or Unix connect of one control call
+    rpc_s: float = 300.0  # one control call of a phase (vLLM's own default)
+    probe_s: float = 10.0  # one call that only asks: status, health, ready, world size
+    keepalive_s: float = 2.0  # idle connections of a client; below uvicorn's 5 s, so we hang up
+    shutdown_s: float = 0.5  # a closing server waits this long, twice, for running handlers
+
+    body_limit_bytes: int = 64 << 20  # request body a server reads; 60,000 names are 4.5 MB
+    reply_limit_bytes: int = 4 << 20  # reply body a client reads
+    event_limit_bytes: int = 1 << 20  # one line of an event stream
+    token_limit_bytes: int = 4 << 10  # a token file
+    json_depth: int = 64  # nesting of a control message
+
+    events_history: int = 256  # transitions a hub keeps for `since=`
+    subscription: int = 256  # transitions an unread subscription holds before it drops
+    buffer_bytes: int = 64 << 20  # one staging buffer of the data plane
+    buffers: int = 2  # staging buffers in flight
+
+
+DEFAULTS = Defaults()

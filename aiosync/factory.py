@@ -1,0 +1,144 @@
+"""Registries of engines, one for each side: by class, by module path, or by entry point."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar, final
+
+from aiosync.errors import Validation
+
+T = TypeVar("T")
+ENTRY_POINT_GROUP = "aiosync.backends"
+"""An entry point of this group is a callable without arguments that registers engines."""
+
+
+@final
+class Registry(Generic[T]):
+    """Engine classes by backend name; modules are imported when an engine is asked for."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._entries: dict[str, type[T] | tuple[str, str]] = {}
+        self._plugins_loaded = False
+
+    def register(
+        self, name: str, module_path_or_cls: str | type[T], class_name: str | None = None
+    ) -> None:
+        """Add a backend.
+
+        Raises:
+            Validation: The name is taken, or a module path came without a class name.
+        """
+        if not isinstance(name, str) or not name:
+            raise Validation(f"a backend needs a non-empty name, not {name!r}")
+        if name in self._entries:
+            raise Validation(f"{self._what} backend {name!r} is registered already")
+        if isinstance(module_path_or_cls, str):
+            if not class_name:
+                raise Validation(f"backend {name!r}: a module path needs a class name as well")
+            self._entries[name] = (module_path_or_cls, class_name)
+        else:
+            self._entries[name] = module_path_or_cls
+
+    def get(self, name: str) -> type[T]:
+        """The class of a backend.
+
+        Raises:
+            Validation: Unknown; lists what is available.
+        """
+        if name not in self._entries:
+            self._load_plugins()
+        entry = self._entries.get(name)
+        if entry is None:
+            known = ", ".join(sorted(self._entries))
+            raise Validation(f"unknown {self._what} backend {name!r}; available: {known}")
+        if isinstance(entry, tuple):
+            module, class_name = entry
+            cls: type[T] = getattr(importlib.import_module(module), class_name)
+            self._entries[name] = cls
+            return cls
+        return entry
+
+    def names(self) -> list[str]:
+        self._load_plugins()
+        return sorted(self._entries)
+
+    def _load_plugins(self) -> None:
+        if self._plugins_loaded:
+            return
+        self._plugins_loaded = True
+        for point in entry_points(group=ENTRY_POINT_GROUP):
+            point.load()()
+
+
+_WORKERS: Registry[Any] = Registry("worker")
+_TRAINERS: Registry[Any] = Registry("trainer")
+
+
+@final
+class WeightTransferEngineFactory:
+    """Worker engines."""
+
+    @staticmethod
+    def register_engine(
+        name: str, module_path_or_cls: str | type[Any], class_name: str | None = None
+    ) -> None:
+        """See `Registry.register`."""
+        _WORKERS.register(name, module_path_or_cls, class_name)
+
+    @staticmethod
+    def create_engine(
+        config: Any, vllm_config: Any = None, device: Any = None, model: Any = None, **options: Any
+    ) -> Any:
+        """Construct the worker engine that ``config.backend`` names; nothing is opened yet.
+
+        Args:
+            config: A `WeightTransferConfig`, or any object with a `backend`.
+            vllm_config: Any object.
+            device: Where the model lives; None: the CPU.
+            model: What takes the weights.
+            options: Further keywords of the engine (``hub``, ``name``).
+        """
+        return _WORKERS.get(config.backend)(config, vllm_config, device, model, **options)
+
+
+@final
+class WeightTransferTrainerFactory:
+    """Trainer engines."""
+
+    @staticmethod
+    def register_engine(
+        name: str, module_path_or_cls: str | type[Any], class_name: str | None = None
+    ) -> None:
+        """See `Registry.register`."""
+        _TRAINERS.register(name, module_path_or_cls, class_name)
+
+    @staticmethod
+    def engine_class(backend: str) -> Any:
+        """The trainer engine class of a backend."""
+        return _TRAINERS.get(backend)
+
+    @staticmethod
+    async def trainer_init(
+        init_info: Any, *, client: Any, source: Any = None, **options: Any
+    ) -> Any:
+        """Construct and initialise the trainer engine that ``init_info.backend`` names."""
+        cls = _TRAINERS.get(init_info.backend)
+        return await cls.trainer_init(init_info, client=client, source=source, **options)
+
+
+def available_backends() -> dict[str, list[str]]:
+    """Names that both factories know."""
+    return {"worker": _WORKERS.names(), "trainer": _TRAINERS.names()}
+
+
+_BUILT_IN = {
+    "ipc": ("aiosync.engines.ipc", "IPC"),
+    "loopback": ("aiosync.engines.loopback", "Loopback"),
+}
+for _name, (_module, _prefix) in _BUILT_IN.items():
+    WeightTransferEngineFactory.register_engine(_name, _module, f"{_prefix}WeightTransferEngine")
+    WeightTransferTrainerFactory.register_engine(
+        _name, _module, f"{_prefix}TrainerWeightTransferEngine"
+    )

@@ -1,0 +1,94 @@
+"""`connect`: from a model and the URLs of its workers to an engine in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from aiosync.client import HTTPVLLMWeightSyncClient
+from aiosync.errors import Validation
+from aiosync.factory import WeightTransferTrainerFactory
+from aiosync.fleet import FleetClient, Member
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from aiosync.trainer import TrainerWeightTransferEngine
+    from statemachines.hub import TransitionHub
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def connect(
+    model: Any,
+    *,
+    workers: Sequence[Any] | str,
+    backend: str = "auto",
+    token: str | None = None,
+    token_file: str | None = None,
+    hub: TransitionHub | None = None,
+    **options: Any,
+) -> AsyncIterator[TrainerWeightTransferEngine[Any]]:
+    """An initialised trainer engine for `model`, closed when the block is left.
+
+    Args:
+        model: A ``torch.nn.Module``, or a `WeightSource`.
+        workers: URLs (``http://host:port``, ``unix:///path``), clients, or `Member` objects.
+        backend: ``"auto"`` chooses and says so in the log; or a backend's name.
+        token, token_file: What the workers' servers ask for.
+        hub: Watch through a hub of your own, the init included.
+        options: Fields of the backend's trainer init info.
+
+    Raises:
+        Validation: No worker was given, or the backend is unknown.
+        PeerLost, Unauthorized, ProtocolMismatch: A worker could not be reached or used; named.
+    """
+    urls = [workers] if isinstance(workers, str) else list(workers)
+    if not urls:
+        raise Validation("connect needs at least one worker")
+    members = [_member(worker, index, token, token_file) for index, worker in enumerate(urls)]
+    engine = await WeightTransferTrainerFactory.trainer_init(
+        _init_info(_choose(backend), options),
+        client=FleetClient(members),
+        source=model,
+        hub=hub,
+    )
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+
+
+def _member(worker: Any, index: int, token: str | None, token_file: str | None) -> Member:
+    if isinstance(worker, Member):
+        return worker
+    if isinstance(worker, str):
+        client = HTTPVLLMWeightSyncClient(worker, token=token, token_file=token_file)
+        return Member(worker, client)
+    return Member(str(getattr(worker, "name", None) or f"worker-{index}"), worker)
+
+
+def _choose(backend: str) -> str:
+    if backend != "auto":
+        return backend
+    # CPU tensors on one host; collective backends join the choice with their engines.
+    logger.info("backend 'auto' chose ipc: shared memory between processes of this host")
+    return "ipc"
+
+
+def _init_info(backend: str, options: dict[str, Any]) -> Any:
+    cls = WeightTransferTrainerFactory.engine_class(backend).init_info_cls
+    fields = {field.name for field in dataclasses.fields(cls)}
+    options.setdefault("rank", 0)
+    if "packed" in fields:
+        options.setdefault("packed", True)
+    unknown = sorted(set(options) - fields)
+    if unknown:
+        known = ", ".join(sorted(fields))
+        raise Validation(
+            f"connect: backend {backend!r} has no {', '.join(unknown)}; it has {known}"
+        )
+    return cls(**options)

@@ -1,0 +1,179 @@
+"""The trainer's view of its workers: one link per member, calls that reach all of them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import anyio
+
+from aiosync.client import Capabilities, adapt_client
+from aiosync.concurrency import collapse, rank_errors
+from aiosync.errors import AiosyncError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from aiosync.messages import PeerState, RoundHeader
+    from aiosync.version import Version
+
+T = TypeVar("T")
+STOCK = Capabilities(protocol=0)
+
+
+@final
+class MemberLink:
+    """One member: its client, what it can do, and what it was last seen holding."""
+
+    def __init__(self, name: str, client: Any) -> None:
+        self.name = name
+        self.client = adapt_client(client)
+        self.capabilities: Capabilities = STOCK
+        self.peer: PeerState | None = None
+        self.epoch = 0
+        self.known_incarnation: str | None = None
+        """The incarnation our init was answered by; another one means the worker restarted."""
+        self.progress_at = time.monotonic()
+        self.outcome = "failed"
+        self.phase: str | None = None
+        self.error: str | None = None
+        self.seconds = 0.0
+        self.known_error: BaseException | None = None
+
+    @property
+    def speaks_ours(self) -> bool:
+        """Whether the peer answered our handshake (a stock vLLM does not)."""
+        return self.capabilities.protocol > 0
+
+    def begin_round(self) -> None:
+        """Forget what the last round left here."""
+        self.outcome = "failed"
+        self.phase = self.error = self.known_error = None
+        self.seconds = 0.0
+
+    @property
+    def restarted(self) -> bool:
+        return self.peer is not None and self.peer.incarnation != self.known_incarnation
+
+    @property
+    def version(self) -> Version | None:
+        return self.peer.version if self.peer is not None else None
+
+    def supports(self, feature: str) -> bool:
+        return feature in self.capabilities.features and hasattr(self.client, _METHOD[feature])
+
+    async def probe(self) -> None:
+        """Ask what the peer can do and what it holds now."""
+        if not hasattr(self.client, "capabilities"):
+            return
+        self.capabilities = await self.client.capabilities(refresh=True)
+        self.note(self.capabilities.peer)
+
+    def note(self, peer: PeerState | None) -> None:
+        """Remember what a reply said about the peer."""
+        if peer is None:
+            return
+        before = self.peer
+        self.peer = peer
+        if before is None or _progress(before) != _progress(peer):
+            self.progress_at = time.monotonic()
+
+    async def call(self, method: str, *args: Any, header: RoundHeader | None = None) -> Any:
+        """Call a client method; errors come back carrying this member's name."""
+        extra = {"header": header} if header is not None and self.speaks_ours else {}
+        try:
+            reply = await getattr(self.client, method)(*args, **extra)
+        except AiosyncError as error:
+            error.locate(replica=self.name, phase=_PHASE.get(method))
+            raise
+        self.note(getattr(reply, "peer", None))
+        return reply
+
+
+_METHOD = {
+    "prepare": "prepare_weight_update",
+    "abort": "abort_weight_update",
+    "status": "weight_update_status",
+}
+_PHASE = {
+    "init_weight_transfer_engine": "init",
+    "start_weight_update": "start",
+    "update_weights": "update",
+    "prepare_weight_update": "prepare",
+    "finish_weight_update": "finish",
+    "abort_weight_update": "abort",
+}
+
+
+def _progress(peer: PeerState) -> tuple[str, Any]:
+    return peer.state, (peer.detail or {}).get("progress")
+
+
+def links_of(client: Any) -> list[MemberLink]:
+    """One link per member of a fleet, or one for a single client."""
+    members = getattr(client, "members", None)
+    if members is None:
+        return [MemberLink(str(getattr(client, "name", None) or "worker"), client)]
+    return [MemberLink(member.name, member.client) for member in members]
+
+
+@asynccontextmanager
+async def opened(links: Sequence[MemberLink]) -> AsyncIterator[None]:
+    """Keep every client's connections open for the block, where the client knows how."""
+    async with AsyncExitStack() as stack:
+        for link in links:
+            if hasattr(link.client, "__aenter__"):
+                await stack.enter_async_context(link.client)
+        yield
+
+
+async def fan_out(
+    links: Sequence[MemberLink],
+    call: Callable[[MemberLink], Awaitable[T]],
+    *,
+    phase: str,
+    linger: float,
+) -> dict[str, T]:
+    """Make one call to every member at once and wait for all of them.
+
+    After the first failure the others get `linger` seconds to end by themselves, so that a cause
+    that several members share is reported by each of them; then they are cancelled.
+
+    Raises:
+        The root cause among the failures, named after its member; the others as its notes.
+    """
+    results: dict[str, T] = {}
+    failures: list[BaseException] = []
+    done = 0
+
+    async def one(link: MemberLink) -> None:
+        nonlocal done
+        began = time.monotonic()
+        link.phase = phase
+        try:
+            results[link.name] = await call(link)
+            link.error = None
+        except Exception as error:  # noqa: BLE001  collected; raised below as one exception
+            cause = collapse(error)
+            if isinstance(cause, AiosyncError):
+                cause.locate(replica=link.name, phase=phase)
+            else:
+                cause.add_note(f"replica {link.name}, phase {phase}")
+            link.error = f"{type(cause).__name__}: {getattr(cause, 'message', cause)}"
+            link.known_error = cause
+            failures.append(cause)
+        finally:
+            link.seconds += time.monotonic() - began
+            done += 1
+        if failures and done < len(links):
+            group.cancel_scope.deadline = min(
+                group.cancel_scope.deadline, anyio.current_time() + linger
+            )
+
+    async with anyio.create_task_group() as group:
+        for link in links:
+            group.start_soon(one, link)
+    if failures:
+        raise rank_errors(failures)
+    return results

@@ -1,0 +1,86 @@
+"""How a subclass's methods become steps of the life cycle.
+
+The base wraps each override of a step at class creation. Called from outside, the wrapper runs
+the base's life cycle around it (gates, flips, deadline, failure); called from inside another step
+(``super().start_weight_update()``) it is the bare method. An ``async def`` override runs on the
+loop, a plain ``def`` on the engine's lane, so it may block.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from transports.lane import LaneLike
+
+_INSIDE: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
+    "aiosync_inside_step", default=frozenset()
+)
+
+
+def wrap_steps(cls: type, cycles: Mapping[str, str]) -> None:
+    """Wrap the steps that `cls` itself defines.
+
+    Args:
+        cycles: Maps a step to the method of the engine's ``cycle`` that runs around it.
+    """
+    for step, cycle in cycles.items():
+        bare = cls.__dict__.get(step)
+        if bare is None or getattr(bare, "__isabstractmethod__", False):
+            continue
+        setattr(cls, step, _wrapper(bare, cycle))
+
+
+def _wrapper(bare: Callable[..., Any], cycle: str) -> Callable[..., Any]:
+    @functools.wraps(bare)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self) in _INSIDE.get():
+            return bare(self, *args, **kwargs)
+        return getattr(self.cycle, cycle)(functools.partial(bare, self), *args, **kwargs)
+
+    return step
+
+
+async def call_step(
+    owner: object,
+    bare: Callable[..., Any],
+    *args: Any,
+    lane: Callable[[], LaneLike],
+    abort: Callable[[], None] | None = None,
+    grace: float,
+) -> Any:
+    """Run the bare method of a step: on the loop if it is async, else on the lane.
+
+    Args:
+        owner: The engine; nested steps of the same engine run bare.
+        lane: Made only when a blocking method needs it.
+        abort: Unblocks the method, from another thread.
+        grace: Seconds that an aborted method gets before its lane is given up.
+    """
+    token = _INSIDE.set(_INSIDE.get() | {id(owner)})
+    try:
+        if _is_async(bare):
+            return await bare(*args)
+        # The lane has its own context; the copy carries the mark of the running step over.
+        context = contextvars.copy_context()
+        result = await lane().run(context.run, bare, *args, abort=abort, grace=grace)
+        return await result if inspect.isawaitable(result) else result
+    finally:
+        _INSIDE.reset(token)
+
+
+def _is_async(method: Callable[..., Any]) -> bool:
+    while isinstance(method, functools.partial):
+        method = method.func
+    return inspect.iscoroutinefunction(inspect.unwrap(method))
+
+
+def bare_of(cls: type, step: str) -> Callable[..., Any]:
+    """The bare method of a step, without the life cycle."""
+    method: Callable[..., Any] = getattr(cls, step)
+    return inspect.unwrap(method)

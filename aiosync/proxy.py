@@ -1,0 +1,66 @@
+"""What a trainer engine sees as its `client`: calls that reach all members and fire the flips.
+
+An engine that overrides `send_weights` whole drives the four methods itself; so its state stays
+true.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from aiosync.defaults import DEFAULTS
+from aiosync.members import fan_out
+from statemachines.tables import Trigger, Weights
+
+if TYPE_CHECKING:
+    from aiosync.members import MemberLink
+    from aiosync.trainer import TrainerWeightTransferEngine
+
+
+@final
+class ClientProxy:
+    """The four methods of `VLLMWeightSyncClient`, over all members of an engine."""
+
+    def __init__(self, engine: TrainerWeightTransferEngine[Any]) -> None:
+        self._engine = engine
+
+    async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        await self._all("init", "init_weight_transfer_engine", init_info)
+
+    async def start_weight_update(self) -> None:
+        engine = self._engine
+        this = engine.admission.current
+        if this is not None:
+            engine.next_round(this)
+        await engine.machine.pass_gates(Trigger.START)
+        engine.machine.fire(Trigger.START, **self._facts())
+        await self._all("start", "start_weight_update")
+
+    async def update_weights(self, update_info: Any) -> None:
+        await self._all("update", "update_weights", update_info)
+        self._engine.machine.fire(Trigger.UPDATE, **self._facts())
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        engine = self._engine
+        this = engine.admission.current
+        engine.machine.fire(Trigger.FINALIZE, **self._facts())
+        await engine.machine.pass_gates(Trigger.COMPLETE)
+        label = weight_version
+        if label is None and round is not None:
+            label = str(this.version.label)
+        await self._all("finish", "finish_weight_update", label)
+        if this is not None:
+            engine.committed(this)
+        engine.machine.fire(Trigger.COMPLETE, weights=Weights.INTACT, **self._facts())
+
+    async def _all(self, phase: str, method: str, *args: Any) -> None:
+        async def call(link: MemberLink) -> None:
+            await link.call(method, *args)
+
+        await fan_out(self._engine.links, call, phase=phase, linger=DEFAULTS.cleanup_s)
+
+    def _facts(self) -> dict[str, Any]:
+        this = self._engine.admission.current
+        if this is None:
+            return {}
+        return {"round": this.number, "version": str(this.version.label)}

@@ -1,0 +1,195 @@
+"""Judging what a server answered: only an explicit success counts as one."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from aiosync.client_protocol import Reply
+from aiosync.codec import convert, decode_json
+from aiosync.defaults import DEFAULTS
+from aiosync.errors import AiosyncError, ProtocolMismatch, Validation
+from aiosync.messages import ErrorInfo, error_type, read_peer, to_error
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SHOWN = 200
+_TRUNCATED = "the body ended before its announced end"
+
+# Texts of vLLM's own success replies; any other text is looked at for a confession.
+_SUCCESS_TEXTS = frozenset(
+    (
+        "weight transfer initialized",
+        "weight transfer shut down",
+        "weight update started",
+        "draft weight update started",
+        "weights updated",
+        "weight update finished",
+    )
+)
+_CONFESSIONS = (
+    "fail", "error", "invalid", "refus", "reject", "unable", "cannot", "could not", "denied",
+    "not ", "exception", "timed out",
+)  # fmt: skip
+_FALSE_KEYS = ("success", "ok")
+
+
+class RawReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What came over the wire, before anybody believed it."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    url: str
+    cut_off: bool = False
+    truncated: bool = False
+
+    def describe(self) -> str:
+        """Status, content type and the first characters of the body."""
+        kind = self.headers.get("content-type") or "no content type"
+        text = self.body[: 4 * SHOWN].decode("utf-8", "replace")
+        shown = repr(text[:SHOWN]) if text else "an empty body"
+        return f"status {self.status}, {kind}, {shown}"
+
+
+def read_reply(raw: RawReply, *, replica: str, phase: str, needs: str | None = None) -> Reply:
+    """The reply as success, or the error it is.
+
+    Args:
+        needs: Key of the answer of a call that only asks (``"world_size"``); None for a call that
+            does something, which must say that it did.
+
+    Raises:
+        ProtocolMismatch: The answer is not one of this protocol: another content, a redirect, cut
+            off, no explicit success.
+        RemoteError: The peer reports a failure; its text is in the message.
+    """
+    try:
+        return _read(raw, phase, replica, needs)
+    except AiosyncError as error:
+        error.locate(replica=replica, phase=phase)
+        error.detail.setdefault("status", raw.status)
+        error.detail.setdefault("content_type", raw.headers.get("content-type"))
+        raise
+
+
+def _read(raw: RawReply, phase: str, replica: str, needs: str | None) -> Reply:
+    if raw.cut_off:
+        limit = DEFAULTS.reply_limit_bytes
+        raise _odd(raw, f"more than {limit} bytes; the rest was not read")
+    if HTTPStatus.MULTIPLE_CHOICES <= raw.status < HTTPStatus.BAD_REQUEST:
+        target = raw.headers.get("location")
+        raise _odd(raw, f"a redirect to {target!r}; redirects are not followed")
+    if raw.status >= HTTPStatus.BAD_REQUEST:
+        raise read_error(raw, replica=replica, phase=phase)
+    if raw.truncated:
+        raise _odd(raw, _TRUNCATED)
+    if raw.status != HTTPStatus.OK:
+        raise _odd(raw, "not the 200 that means success")
+    message = _object(raw)
+    peer = read_peer(message.get("aiosync"))
+    _refuse_denials(raw, message, phase, replica)
+    if needs is not None:
+        if needs not in message:
+            raise _odd(raw, f"an answer without {needs!r}")
+    elif peer is None and not _says_success(message):
+        raise _odd(raw, "no explicit success")
+    return Reply(message, peer)
+
+
+def _object(raw: RawReply) -> dict[str, Any]:
+    try:
+        return decode_json(raw.body, dict[str, Any], what="reply")
+    except Validation as error:
+        raise _odd(raw, f"not a JSON object ({error.message})") from error
+
+
+def _says_success(message: dict[str, Any]) -> bool:
+    if any(message.get(key) is True for key in _FALSE_KEYS):
+        return True
+    text = message.get("message")
+    if not isinstance(text, str) or not text.strip():
+        return False
+    plain = text.strip().rstrip(".!").lower()
+    return plain in _SUCCESS_TEXTS or not any(word in plain for word in _CONFESSIONS)
+
+
+def _refuse_denials(raw: RawReply, message: dict[str, Any], phase: str, replica: str) -> None:
+    """A 200 that says it failed, as a whole or in one of its sub-results, is a failure."""
+    for part in (message, *_sub_results(message)):
+        denied = any(part.get(key, True) is not True for key in _FALSE_KEYS)
+        if denied or part.get("error") or (part.get("detail") and "message" not in part):
+            info = _error_of(part, raw.status) or ErrorInfo(message=raw.describe())
+            text = f"answered {raw.status} but reports a failure: {info.message}"
+            # Reported under a 200: the status says nothing about the kind.
+            info = msgspec.structs.replace(info, message=text, status=HTTPStatus.OK)
+            raise to_error(info, replica=replica, phase=phase)
+
+
+def _sub_results(message: dict[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    for key, value in message.items():
+        if isinstance(value, list) and key != "aiosync":
+            found += [item for item in value if isinstance(item, dict)]
+    return found
+
+
+def _odd(raw: RawReply, problem: str) -> ProtocolMismatch:
+    return ProtocolMismatch(f"{raw.url} gave {problem}: {raw.describe()}")
+
+
+def read_error(raw: RawReply, *, replica: str, phase: str) -> AiosyncError:
+    """The error a 4xx or 5xx reply reports, whoever wrote it."""
+    info = None
+    try:
+        message = decode_json(raw.body, dict[str, Any], what="reply")
+        info = _error_of(message, raw.status)
+    except Validation:
+        pass  # HTML of a proxy, text, nothing at all: shown as it is
+    if info is None:
+        info = ErrorInfo(message=raw.describe(), status=raw.status)
+    text = f"{raw.url} answered {raw.status} {_phrase(raw.status)}: {info.message}"
+    if raw.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED) and not info.code:
+        text += " (wrong URL, or a vLLM server without VLLM_SERVER_DEV_MODE=1?)"
+    if raw.truncated:
+        text += f" ({_TRUNCATED})"
+    info = msgspec.structs.replace(info, message=text, status=raw.status)
+    error = to_error(info, replica=replica, phase=phase)
+    retry_after = raw.headers.get("retry-after")
+    if retry_after is not None:
+        error.detail["retry_after"] = retry_after
+    return error
+
+
+def _error_of(message: Mapping[str, Any], status: int) -> ErrorInfo | None:
+    """The error inside a reply, in any of the shapes that vLLM, FastAPI or we use."""
+    found = message.get("error")
+    if isinstance(found, dict):
+        try:
+            return convert(found, ErrorInfo)
+        except Validation:
+            text = found.get("message")
+            found = text if isinstance(text, str) else _text(found)
+    for value in (found, message.get("message"), message.get("detail")):
+        if value:
+            text = value if isinstance(value, str) else _text(value)
+            return ErrorInfo(message=text, status=status)
+    return None
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()[:SHOWN]
+
+
+def _phrase(status: int) -> str:
+    try:
+        return (
+            error_type(status)
+            if status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            else HTTPStatus(status).phrase
+        )
+    except ValueError:
+        return "(not a known status)"

@@ -1,0 +1,224 @@
+"""The worker's side of one round.
+
+Theory of operation
+-------------------
+``start``, ``update``, ``prepare``, ``finish`` and ``abort`` arrive as unrelated requests, each in
+a task of its own, so nothing lexical can span them. A `Session` does: it is one supervised task
+per round, owned by the engine, that lives from ``start`` until the round's end.
+
+* The *flip* to ``updating`` happens in the handler of ``start``, before the session exists: an
+  illegal order is thus raised to the caller who caused it and never reaches the session.
+* A handler does no work of its own. It hands a job to the session (`do`) and waits for the
+  outcome. If the handler's client goes away, the handler dies and the job goes on; a commit is
+  therefore never half done because somebody hung up.
+* Jobs run one after the other, in order of arrival. The first job that raises ends the session:
+  its own caller gets the exception itself, later and waiting callers get it as their error.
+* The *lease* ends a session nobody cares for. It is renewed by requests of the owner and by bytes
+  that arrive (`progress`), never by an open connection. Before it expires, the session looks at
+  its own loop: if the loop stalled (a debugger, a long GIL hold), requests could not have been
+  read, so the lease is extended once. It does not expire while a job of its own makes progress.
+* Whatever ends the session, `on_end` runs exactly once, synchronously, in the session's last
+  step: the engine flips its state and settles the weights there. Nothing is awaited between the
+  verdict and the flip, so no cancellation can fall between them.
+
+Rejected: doing the work in the handlers (a client that disconnects kills a commit; no one owns
+the lease), a thread per round (cannot be cancelled), ``asyncio.shield`` (detaches, does not wait).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any, final
+
+import anyio
+
+from aiosync.concurrency import collapse
+from aiosync.errors import AiosyncError, PeerLost, PhaseTimeout, RoundCancelled
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+
+@final
+class _Job:
+    __slots__ = ("done", "error", "fn", "result")
+
+    def __init__(self, fn: Callable[[], Awaitable[Any]]) -> None:
+        self.fn = fn
+        self.done = anyio.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+@final
+class Session:
+    """One round on a worker.
+
+    Args:
+        number: The trainer's round number (0 for clients that have none).
+        lease: Seconds without a sign of life after which the session ends itself.
+        on_end: Called once, synchronously, with the error that ended the session or None.
+        progress: Monotonic time of the last byte that arrived, read by the lease.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        lease: float,
+        on_end: Callable[[BaseException | None], None],
+        progress: Callable[[], float] = lambda: -math.inf,
+    ) -> None:
+        self.number = number
+        self.lease = lease
+        self.error: BaseException | None = None
+        self.holding = False
+        """While true the lease does not run: the round is past its point of no return."""
+        self._on_end = on_end
+        self._progress = progress
+        self._renewed = time.monotonic()
+        self._current: _Job | None = None
+        self._waiting: list[_Job] = []
+        self._named: dict[str, _Job] = {}
+        self._wake = anyio.Event()
+        self._over = anyio.Event()
+        self._scope = anyio.CancelScope()
+        self._reason: BaseException | None = None
+        self._closing = False
+
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
+
+    def touch(self) -> None:
+        """Renew the lease."""
+        self._renewed = time.monotonic()
+
+    async def run(self) -> None:
+        """Serve jobs until the session ends; run by the engine's supervisor."""
+        try:
+            with self._scope:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(self._watch_lease)
+                    await self._serve()
+                    group.cancel_scope.cancel()
+            if self._scope.cancelled_caught or self._reason is not None:
+                self.error = self._reason or self.error
+        except BaseException as error:  # noqa: BLE001  recorded and handed to every waiter below
+            self.error = self._reason or collapse(error)
+        finally:
+            self._end()
+
+    async def do(self, fn: Callable[[], Awaitable[Any]], *, key: str | None = None) -> Any:
+        """Have the session run `fn` and return its result.
+
+        Cancelling the caller leaves `fn` running.
+
+        Args:
+            key: A job that may be asked for twice (``"finish"``): the second caller waits for the
+                first one's outcome instead of running it again.
+
+        Raises:
+            What `fn` raised, or the error that ended the session before `fn` could run.
+        """
+        self.touch()
+        job = self._named.get(key) if key is not None else None
+        if job is None:
+            if self._over.is_set() or self._closing:
+                raise self._ended()
+            job = _Job(fn)
+            if key is not None:
+                self._named[key] = job
+            self._waiting.append(job)
+            self._wake.set()
+        await job.done.wait()
+        if job.error is not None:
+            raise job.error
+        return job.result
+
+    def close(self) -> None:
+        """Let the session end without error once its jobs are done."""
+        self._closing = True
+        self._wake.set()
+
+    def cancel(self, reason: BaseException) -> None:
+        """End the session now; `reason` becomes its error unless it has one already.
+
+        A session that is `holding` is past its point of no return and is left to finish.
+        """
+        if not self._over.is_set() and not self.holding and self._reason is None:
+            self._reason = reason
+            self._scope.cancel()
+
+    async def wait_over(self) -> None:
+        """Wait until the session has ended and `on_end` has run."""
+        await self._over.wait()
+
+    async def _serve(self) -> None:
+        while True:
+            while not self._waiting:
+                if self._closing:
+                    return
+                self._wake = anyio.Event()
+                await self._wake.wait()
+            job = self._current = self._waiting.pop(0)
+            try:
+                job.result = await job.fn()
+            except BaseException as error:
+                job.error = self._reason if self._reason is not None else collapse(error)
+                raise
+            finally:
+                self._current = None
+                self.touch()
+                if job.error is None:
+                    job.done.set()
+                else:
+                    self._waiting.insert(0, job)  # answered by `_end`, after the flip
+
+    async def _watch_lease(self) -> None:
+        extended = False
+        tick = min(self.lease / 8, 1.0)
+        while True:
+            asleep = time.monotonic()
+            await anyio.sleep(tick)
+            now = time.monotonic()
+            stalled = now - asleep - tick > self.lease / 4
+            if self.holding or now - max(self._renewed, self._progress()) < self.lease:
+                extended = False
+            elif stalled and not extended:
+                extended = True
+                self.touch()
+            else:
+                self.cancel(
+                    PhaseTimeout(
+                        f"no sign of life from the trainer for {self.lease:g} s",
+                        phase="lease",
+                        round=self.number,
+                    )
+                )
+                return
+
+    def _end(self) -> None:
+        error = self.error
+        try:
+            self._on_end(error)
+        finally:
+            self._over.set()
+            waiting, self._waiting = self._waiting, []
+            for job in waiting:
+                if job.error is None or not isinstance(job.error, Exception):
+                    job.error = self._ended()
+                job.done.set()
+
+    def _ended(self) -> BaseException:
+        cause = self.error
+        if cause is None:
+            return RoundCancelled("the round is over", round=self.number)
+        if isinstance(cause, AiosyncError):
+            # A fresh object: one exception raised in several tasks would share its traceback.
+            fields = {"phase": cause.phase, "tensor": cause.tensor, "round": cause.round}
+            return type(cause)(cause.message, weights=cause.weights, **fields)
+        if isinstance(cause, Exception):
+            return PeerLost(f"the round ended with {type(cause).__name__}: {cause}")
+        return RoundCancelled("the worker stopped during the round", round=self.number)

@@ -1,0 +1,264 @@
+"""What every sink does: order of calls, coverage, verification, and what the weights are.
+
+A sink is synchronous and lives on one lane. A round is ``begin``, then ``destination`` and
+``landed`` for every tensor, ``verify``, and ``commit`` or ``abort``. Whatever fails, ``weights``
+says what the model holds: it turns torn right before the first byte of the model can change and
+intact right after the last one did.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from aiosync.errors import Busy, Coverage, InvalidTransition, Torn, Validation
+from aiosync.metadata import first_few, meta_nbytes, validate_metadata
+from aiosync.targets import Destinations, find_destinations, model_tensors
+from statemachines.tables import Weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from aiosync.metadata import ParamMeta
+
+
+_NOTHING = Destinations([], [], [], 0)
+
+
+class Sink(ABC):
+    """One model's side of a round. Made by `make_sink`.
+
+    Attributes:
+        weights: What the model holds now.
+        applied, skipped: Announced tensors of the last round that this model has or has not.
+        left_out: Names of the model that the last round did not cover (buffers; with
+            ``partial``, whole modules).
+    """
+
+    mode: ClassVar[str]
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        device: torch.device | str | None = None,
+        after_load: Callable[[], object] | None = None,
+    ) -> None:
+        self.model = model
+        self.device = torch.device("cpu" if device is None else device)
+        self.after_load = after_load
+        self.weights = Weights.INTACT
+        self.applied = 0
+        self.skipped = 0
+        self.left_out: list[str] = []
+        self._loader: Callable[[Iterable[tuple[str, torch.Tensor]]], object] | None = None
+        if callable(getattr(model, "load_weights", None)):
+            self._loader = model.load_weights
+        else:
+            model_tensors(model)  # a model of the wrong kind is told now
+        self._metadata: list[ParamMeta] = []
+        self._found = _NOTHING
+        self._landed: list[bool] = []
+        self._handed: dict[int, torch.Tensor] = {}
+        self._open = False
+
+    def begin(
+        self,
+        metadata: Iterable[ParamMeta],
+        *,
+        aliases: Mapping[str, str] | None = None,
+        partial: bool = False,
+    ) -> None:
+        """Check the announcement against the model and get ready; writes nothing.
+
+        Args:
+            metadata: What will arrive; the position in it is the index used below.
+            aliases: Further names of announced tensors (tied parameters of the trainer).
+            partial: A subset of the model is enough, and names it does not have are skipped.
+
+        Raises:
+            Busy: The last round was neither committed nor aborted.
+            Coverage, Validation: See `find_destinations`.
+            Refused: The spare memory does not fit.
+            Torn: A partial update cannot mend torn weights.
+        """
+        if self._open:
+            raise Busy("this sink has a round under way: commit or abort it first")
+        metas = validate_metadata(metadata)
+        if partial and self.weights != Weights.INTACT:
+            raise Torn("a partial update cannot mend these weights", weights=self.weights)
+        if self._loader is None:
+            found = find_destinations(
+                model_tensors(self.model), metas, aliases or {}, partial=partial
+            )
+        else:
+            found = Destinations([[] for _ in metas], [], [], 0)
+        self._prepare(metas, found)
+        self._metadata, self._found = metas, found
+        self._landed = [False] * len(metas)
+        self.skipped = found.skipped
+        self.applied = len(metas) - self.skipped
+        self.left_out = found.left_out
+        self._open = True
+
+    def destination(self, index: int) -> torch.Tensor:
+        """The contiguous tensor on `device` to fill with announced tensor `index`."""
+        self._check_open("destination")
+        if self._landed[self._known(index)]:
+            name = self._metadata[index].name
+            raise Coverage(f"{name} has landed: its destination is taken", tensor=name)
+        if index not in self._handed:
+            self._handed[index] = self._destination(index)
+        return self._handed[index]
+
+    def landed(self, indices: Iterable[int]) -> None:
+        """These tensors are complete in their destinations.
+
+        Raises:
+            Coverage: One landed twice, or before anybody had its destination.
+        """
+        self._check_open("landed")
+        fresh = list(indices)
+        for index in fresh:
+            name = self._metadata[self._known(index)].name
+            if self._landed[index]:
+                raise Coverage(f"{name} landed twice", tensor=name)
+            if index not in self._handed:
+                if meta_nbytes(self._metadata[index]):
+                    raise Coverage(f"{name} landed, but nobody asked where to put it", tensor=name)
+                self._handed[index] = self._destination(index)  # empty: no bytes to put anywhere
+            self._landed[index] = True
+        self._take(fresh)
+
+    def verify(self) -> None:
+        """Everything announced has landed, and tied names agree.
+
+        Raises:
+            Coverage: Names the first tensor that is missing, or two tied names that differ.
+        """
+        self._check_open("verify")
+        missing = [
+            m.name for m, landed in zip(self._metadata, self._landed, strict=True) if not landed
+        ]
+        if missing:
+            raise Coverage(
+                f"{len(missing)} of {len(self._metadata)} tensors never landed: "
+                f"{first_few(missing)}",
+                tensor=missing[0],
+                weights=self.weights,
+            )
+        for first, later in self._found.ties:
+            if not _bit_equal(self._handed[first], self._handed[later]):
+                one, two = self._metadata[first].name, self._metadata[later].name
+                raise Coverage(
+                    f"{one} and {two} are one tensor here, but arrived with different values",
+                    tensor=two,
+                    weights=self.weights,
+                )
+
+    def commit(self) -> None:
+        """Verify, make the model new, run `after_load`.
+
+        Raises:
+            Coverage: Something is missing; the model is as `weights` says, the round still open.
+            Exception: What the model's loader or `after_load` raised; the weights are torn.
+        """
+        self.verify()
+        try:
+            self._apply()
+            if self.after_load is not None:
+                self.weights = Weights.TORN  # what it derives belongs to the weights
+                _refuse_awaitable(self.after_load(), "after_load")
+            self.weights = Weights.INTACT
+        finally:
+            self._end()
+
+    def abort(self) -> None:
+        """End the round without a commit; fine at any time, also when there is none."""
+        self._end()
+
+    def release(self) -> None:  # noqa: B027 -- most kinds of sink have nothing to give back
+        """Give spare memory back. Also for when an aborted round's writer may still be writing."""
+
+    @abstractmethod
+    def memory(self, metadata: Sequence[ParamMeta]) -> int:
+        """Bytes a round of this announcement needs beside the model."""
+
+    def __repr__(self) -> str:
+        state = f"round of {sum(self._landed)}/{len(self._landed)}" if self._open else "no round"
+        return f"<{type(self).__name__} weights={self.weights} {state}>"
+
+    @abstractmethod
+    def _prepare(self, metadata: list[ParamMeta], found: Destinations) -> None: ...
+
+    @abstractmethod
+    def _destination(self, index: int) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _take(self, indices: list[int]) -> None:
+        """Note what landed; whatever `_apply` or a tie still needs stays in `_handed`."""
+
+    @abstractmethod
+    def _apply(self) -> None:
+        """Write what the model does not have yet; sets the weights torn before that."""
+
+    def _end(self) -> None:
+        self._open = False
+        self._handed.clear()
+        self._landed = []
+        self._metadata, self._found = [], _NOTHING
+
+    def _check_open(self, call: str) -> None:
+        if not self._open:
+            raise InvalidTransition(f"{call} needs a round: call begin first")
+
+    def _known(self, index: int) -> int:
+        if isinstance(index, bool) or not 0 <= index < len(self._metadata):
+            raise Validation(f"no tensor {index} in a round of {len(self._metadata)}")
+        return index
+
+    def _scratch(self, index: int) -> torch.Tensor:
+        meta = self._metadata[index]
+        with torch.inference_mode(False):  # never an inference tensor: others write to it
+            return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+
+    def _load(self, indices: Sequence[int]) -> None:
+        """Give tensors to the model's own loader; it may keep them."""
+        if self._loader is None or not indices:
+            return
+        taken = 0
+
+        def arrived() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal taken
+            for index in indices:
+                taken += 1
+                yield self._metadata[index].name, self._handed[index]
+
+        self.weights = Weights.TORN
+        with torch.no_grad():
+            _refuse_awaitable(self._loader(arrived()), "load_weights")
+        if taken < len(indices):
+            name = self._metadata[indices[taken]].name
+            raise Coverage(
+                f"load_weights took {taken} of {len(indices)} tensors and left {name}",
+                tensor=name,
+                weights=self.weights,
+            )
+
+
+def _bit_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return torch.equal(_bytes(one), _bytes(two))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _refuse_awaitable(result: object, what: str) -> None:
+    if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise TypeError(f"{what} must be a plain function: it runs on a lane, not on the loop")

@@ -1,0 +1,168 @@
+"""How a model takes weights: staged and swapped in, or in place as they arrive."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiosync.errors import Validation
+from aiosync.metadata import meta_nbytes
+from aiosync.sink_base import Sink
+from aiosync.spare import Arena, needed_memory
+from aiosync.targets import model_tensors, write
+from statemachines.tables import Weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from aiosync.metadata import ParamMeta
+    from aiosync.targets import Destinations
+
+__all__ = ["InPlaceSink", "Sink", "StagedSink", "make_sink"]
+
+
+class StagedSink(Sink):
+    """Receives everything into spare memory, then copies it into the model's own storage.
+
+    Until `commit` the model is untouched, so an abort or a lost trainer costs nothing. The copy
+    itself is the only moment in which a failure leaves the weights torn. The spare memory is as
+    large as the announced tensors and is kept for the next round; with a model that has
+    ``load_weights`` it is made anew for each round, since a loader may keep what it is given.
+    """
+
+    mode = "staged"
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        device: torch.device | str | None = None,
+        after_load: Callable[[], object] | None = None,
+    ) -> None:
+        super().__init__(model, device=device, after_load=after_load)
+        self._arena = Arena(self.device)
+        self._staged: dict[int, torch.Tensor] = {}
+
+    def memory(self, metadata: Sequence[ParamMeta]) -> int:
+        return needed_memory(metadata)
+
+    def release(self) -> None:
+        self._staged = {}
+        self._arena.release()
+
+    def _prepare(self, metadata: list[ParamMeta], found: Destinations) -> None:
+        tied = {later for _, later in found.ties}
+        kept = [
+            index
+            for index, targets in enumerate(found.writes)
+            if targets or index in tied or self._loader is not None
+        ]
+        views = self._arena.views([metadata[index] for index in kept])
+        self._staged = dict(zip(kept, views, strict=True))
+
+    def _destination(self, index: int) -> torch.Tensor:
+        staged = self._staged.get(index)
+        return self._scratch(index) if staged is None else staged
+
+    def _take(self, indices: list[int]) -> None:
+        for index in indices:
+            if index not in self._staged:
+                del self._handed[index]  # a name this model does not have
+
+    def _apply(self) -> None:
+        if self._loader is not None:
+            try:
+                self._load(range(len(self._metadata)))
+            finally:
+                self.release()
+            return
+        copies = [
+            (target, self._handed[index])
+            for index, targets in enumerate(self._found.writes)
+            for target in targets
+        ]
+        self.weights = Weights.TORN
+        write(copies)
+
+
+class InPlaceSink(Sink):
+    """Lets tensors arrive in the model's own memory: no second copy of the model is needed.
+
+    The weights are torn from the first destination that is handed out until `commit`; an abort
+    in between leaves them torn until a later full update is committed. Parameters that cannot be
+    filled directly (strided, on another device, made in inference mode) and models with
+    ``load_weights`` take private temporary tensors instead, one landed batch at a time.
+    """
+
+    mode = "in_place"
+
+    def memory(self, metadata: Sequence[ParamMeta]) -> int:
+        """The largest temporary tensor; a transport may have a few under way at once."""
+        known = {} if self._loader is not None else model_tensors(self.model).tensors
+        indirect = [m for m in metadata if m.name not in known or not self._direct(known[m.name])]
+        return max(map(meta_nbytes, indirect), default=0)
+
+    def _prepare(self, metadata: list[ParamMeta], found: Destinations) -> None:
+        del metadata
+        self._tied = {index for pair in found.ties for index in pair}
+
+    def _direct(self, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.device == self.device
+            and tensor.is_contiguous()
+            and not tensor.is_inference()
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+        )
+
+    def _destination(self, index: int) -> torch.Tensor:
+        targets = self._found.writes[index]
+        if not targets or not self._direct(targets[0]):
+            return self._scratch(index)
+        self.weights = Weights.TORN  # from here on others may write to it at any time
+        return targets[0]
+
+    def _take(self, indices: list[int]) -> None:
+        self._load(indices)
+        copies = [
+            (target, self._handed[index])
+            for index in indices
+            for target in self._found.writes[index]
+            if target is not self._handed[index]
+        ]
+        if copies:
+            self.weights = Weights.TORN
+            write(copies)
+        for index in indices:
+            if index not in self._tied:  # tied ones are compared at the end
+                del self._handed[index]
+
+    def _apply(self) -> None:
+        """All of it has been written as it landed."""
+
+
+def make_sink(
+    model: Any,
+    mode: str = "staged",
+    device: torch.device | str | None = None,
+    *,
+    after_load: Callable[[], object] | None = None,
+) -> Sink:
+    """A sink for a module, a dict of tensors, or an object with ``load_weights(iterable)``.
+
+    Args:
+        model: Written in its own storage: addresses, strides and ``requires_grad`` stay. One
+            that has ``load_weights`` is only ever written through it.
+        mode: ``"staged"`` or ``"in_place"``.
+        device: Where tensors arrive; the CPU unless given.
+        after_load: Called without arguments once per commit, after the last write.
+
+    Raises:
+        Validation: No such mode.
+        TypeError: No such kind of model.
+    """
+    for kind in (StagedSink, InPlaceSink):
+        if kind.mode == mode:
+            return kind(model, device=device, after_load=after_load)
+    raise Validation(f'sink mode must be "staged" or "in_place", not {mode!r}')

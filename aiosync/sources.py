@@ -1,0 +1,269 @@
+"""Where a trainer's tensors come from: the source contract and the source over a module."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from aiosync.metadata import layerwise_groups
+from aiosync.module_layout import (
+    full_piece,
+    is_resident,
+    lay_out,
+    live_tensors,
+    local_piece,
+    opens_async,
+)
+from aiosync.passes import each_alone, flattened
+from statemachines.errors import Validation
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from aiosync.metadata import ParamMeta
+    from aiosync.module_layout import Layout, Rename
+    from aiosync.passes import Batches, Pair, Pairs
+
+Session: TypeAlias = AbstractContextManager[Any] | AbstractAsyncContextManager[Any]
+_Fetch: TypeAlias = Callable[[torch.Tensor, torch.dtype | None], torch.Tensor | None]
+
+
+class SourceLike(Protocol):
+    """The least a source has; upstream's source classes have it."""
+
+    @property
+    def metadata(self) -> list[ParamMeta]: ...
+
+    def iter_full(self) -> Pairs: ...
+
+
+class WeightSource(ABC):
+    """Describes every parameter of the model and yields the ones this rank has.
+
+    Each pass yields exactly ``owned_names(rank)``, in metadata order; a call starts a fresh pass.
+    A pass may run collectives among a parameter's owners. Generators may be plain (they run on a
+    lane, never on the event loop) or async (they run on the loop); a plain *function* that returns
+    an async iterator sets ``is_async = True`` on the class.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "metadata" in cls.__dict__ and not isinstance(cls.__dict__["metadata"], cached_property):
+            raise TypeError(
+                f"{cls.__name__}.metadata must be a functools.cached_property: it is read often, "
+                "on every rank, and must not change"
+            )
+
+    @property
+    @abstractmethod
+    def metadata(self) -> list[ParamMeta]:
+        """Every parameter of the model, the same list on every rank; transfers nothing."""
+
+    def owned_names(self, rank: int) -> list[str]:
+        """Names that `rank` yields, in metadata order."""
+        return [m.name for m in self.metadata if m.owners is None or rank in m.owners]
+
+    def implements_iter_full(self) -> bool:
+        """Whether the class (not the instance) defines `iter_full`."""
+        return type(self).iter_full is not WeightSource.iter_full
+
+    def implements_iter_local(self) -> bool:
+        """Whether the class (not the instance) defines `iter_local`."""
+        return type(self).iter_local is not WeightSource.iter_local
+
+    def iter_full(self) -> Pairs:
+        """Yield ``(name, full tensor)``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define iter_full")
+
+    def iter_local(self) -> Pairs:
+        """Yield ``(name, this rank's piece)``, shaped as the placements say."""
+        raise NotImplementedError(f"{type(self).__name__} does not define iter_local")
+
+    def groups(self) -> list[list[str]]:
+        """All names, cut where a pass may stop: layer by layer, metadata order kept."""
+        names = [meta.name for meta in self.metadata]
+        layer = {name: n for n, group in enumerate(layerwise_groups(names)) for name in group}
+        runs: list[list[str]] = []
+        for at, name in enumerate(names):
+            if not at or layer[name] != layer[names[at - 1]]:
+                runs.append([])
+            runs[-1].append(name)
+        return runs
+
+    def iter_groups(self) -> Batches:
+        """Yield lists of ``(name, full tensor)`` pairs, one list per resume.
+
+        All tensors of a list are valid at once. By default each list holds one pair, since an
+        `iter_full` may reuse its tensor on the next step.
+        """
+        return each_alone(self.iter_full())
+
+
+class ModuleSource(WeightSource):
+    """The parameters of a module, DTensors included.
+
+    Args:
+        module: Read anew in each pass, so replaced parameters are noticed.
+        dtype: Floating-point tensors travel as this dtype; others keep theirs.
+        rename: Applied once to each of the module's own names; a mapping leaves names alone that
+            it does not list, None drops the tensor (it is then in `left_out`).
+        session: Called for a context manager that is held around each pass and around reading
+            the metadata (FSDP's ``summon_full_params``). Async: a pass then runs on the event
+            loop, and metadata is read outside it.
+        run_in: Kept for the engine: who runs the passes.
+        buffers: ``"persistent"`` adds the persistent buffers, each with its layer.
+
+    A tied parameter travels once, under its first name; `aliases` has the others. Reading
+    `metadata` raises `Validation` for a tensor that has no data (meta, lazy) or two tensors that
+    would get one name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+        session: Callable[[], Session] | None = None,
+        run_in: Any = None,
+        buffers: str | None = None,
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise Validation(f"dtype= casts floating-point tensors, {dtype} is not one")
+        if buffers not in (None, "persistent"):
+            raise Validation(f'buffers must be None or "persistent", not {buffers!r}')
+        self.module = module
+        self.dtype = dtype
+        self.rename = rename
+        self.session = session
+        self.run_in = run_in
+        self.buffers = buffers
+        self.is_async = opens_async(session)
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        return self._layout.metadata
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied tensors, each with the name that travels."""
+        return self._layout.aliases
+
+    @property
+    def left_out(self) -> list[str]:
+        """Names of the module that are not sent: buffers, and what `rename` drops."""
+        return self._layout.left_out
+
+    def iter_full(self) -> Pairs:
+        return self._each(full_piece)
+
+    def iter_local(self) -> Pairs:
+        return self._each(local_piece)
+
+    def iter_groups(self) -> Batches:
+        return self._walk(full_piece, self.groups())
+
+    def resident(self) -> dict[str, torch.Tensor]:
+        """The tensors that a pass yields as they are, for senders that read them in place.
+
+        Contiguous plain tensors that need no cast; they are the module's own memory. Empty for a
+        source with a session, and for a subclass that overrides what is yielded.
+        """
+        overridden = any(
+            getattr(type(self), member) is not getattr(ModuleSource, member)
+            for member in ("metadata", "iter_full", "iter_groups")
+        )
+        if overridden or self.session is not None:
+            return {}
+        live = live_tensors(self.module)
+        found = ((m, live.get(self._layout.keys[m.name])) for m in self.metadata)
+        return {m.name: t.detach() for m, t in found if t is not None and is_resident(t, m)}
+
+    @cached_property
+    def _layout(self) -> Layout:
+        with nullcontext() if self.is_async else self._open():
+            return lay_out(
+                self.module,
+                rename=self.rename,
+                dtype=self.dtype,
+                persistent=self.buffers == "persistent",
+            )
+
+    def _open(self) -> AbstractContextManager[Any]:
+        held = nullcontext() if self.session is None else self.session()
+        if not isinstance(held, AbstractContextManager):
+            raise TypeError(
+                "session() returned an async context manager: pass the function that "
+                "@asynccontextmanager made, or the class, so that it is known beforehand"
+            )
+        return held
+
+    def _each(self, fetch: _Fetch) -> Pairs:
+        return flattened(self._walk(fetch, [[meta.name] for meta in self.metadata]))
+
+    def _walk(self, fetch: _Fetch, groups: list[list[str]]) -> Batches:
+        return self._walk_async(fetch, groups) if self.is_async else self._walk_sync(fetch, groups)
+
+    def _walk_sync(self, fetch: _Fetch, groups: list[list[str]]) -> Iterator[list[Pair]]:
+        layout = self._layout  # before the session: reading it opens one too
+        with self._open():
+            yield from self._fetched(layout, fetch, groups)
+
+    async def _walk_async(
+        self, fetch: _Fetch, groups: list[list[str]]
+    ) -> AsyncIterator[list[Pair]]:
+        layout = self._layout
+        async with self.session():  # type: ignore[misc, union-attr] # is_async: there is one
+            for batch in self._fetched(layout, fetch, groups):
+                yield batch
+
+    def _fetched(
+        self, layout: Layout, fetch: _Fetch, groups: list[list[str]]
+    ) -> Iterator[list[Pair]]:
+        live = live_tensors(self.module)
+        dtypes = {meta.name: None if self.dtype is None else meta.dtype for meta in layout.metadata}
+
+        def pairs(group: list[str]) -> Iterator[Pair]:
+            for name in group:
+                tensor = live.get(layout.keys.get(name, ""))
+                if tensor is None:
+                    raise Validation(f"{name} is no longer in the module", tensor=name)
+                tensor = fetch(tensor.detach(), dtypes.get(name))
+                if tensor is not None:
+                    yield name, tensor
+
+        for group in groups:
+            batch = list(pairs(group))
+            if batch:
+                yield batch
+            del batch  # a gathered layer must not outlive the next one's gather
+
+
+def as_source(obj: Any) -> SourceLike:
+    """`obj` as a source: a source as it is, a module wrapped in `ModuleSource`.
+
+    Raises:
+        TypeError: It is neither, nor has it `metadata` and `iter_full`.
+    """
+    if isinstance(obj, WeightSource):
+        return obj
+    if isinstance(obj, nn.Module):
+        return ModuleSource(obj)
+    metadata = inspect.getattr_static(obj, "metadata", None)  # not read: may be a collective
+    if metadata is not None and callable(getattr(obj, "iter_full", None)):
+        if inspect.isfunction(metadata) or inspect.ismethod(metadata):
+            raise TypeError(f"{type(obj).__name__}.metadata is a method: wrap it in LegacySource")
+        return obj  # type: ignore[no-any-return] # just checked
+    raise TypeError(
+        f"{type(obj).__name__} is no source: give a torch.nn.Module, a WeightSource, or an object "
+        "with `metadata` (a list of ParamMeta) and `iter_full()` (yields (name, tensor))"
+    )

@@ -1,0 +1,415 @@
+"""Base of the trainer engines: what owns the source, the links to the workers and the state.
+
+The path of a round: `TrainerWeightTransferEngine.send_weights` here, `aiosync.round.Round.run`,
+the backend's `transmit` (`aiosync.engines`), and on the other side `aiosync.worker_cycle`. Between
+rounds an engine owns no task, timer or lease: the next round may run under another event loop.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import socket
+from abc import ABC
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+
+import anyio
+
+from aiosync.admission import NEXT, Admission
+from aiosync.budget import Budget
+from aiosync.concurrency import Supervisor, run_to_end
+from aiosync.defaults import DEFAULTS
+from aiosync.errors import Busy, InvalidTransition, PhaseTimeout, Validation
+from aiosync.feed import SourceFeed
+from aiosync.handle import WeightUpdate
+from aiosync.members import links_of, opened
+from aiosync.overrides import wrap_steps
+from aiosync.proxy import ClientProxy
+from aiosync.rendezvous import meet, say_goodbye
+from aiosync.sources import as_source
+from aiosync.trainer_cycle import TrainerCycle, watched_init
+from aiosync.watchable import BUSY, Watchable
+from statemachines.machine import StateMachine
+from statemachines.tables import ENGINE, State, Trigger
+from transports.lane import Lane
+
+if TYPE_CHECKING:
+    from transports.planning import Plan
+
+    from aiosync.admission import Next
+    from aiosync.members import MemberLink
+    from aiosync.report import Report
+    from aiosync.round import Round
+    from aiosync.version import Version
+    from statemachines.hub import TransitionHub
+    from transports.lane import LaneFactory, LaneLike
+    from transports.stream import StreamSummary
+
+Init = TypeVar("Init")
+
+
+class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
+    """Sends a source's weights to the workers behind `client`.
+
+    Args:
+        client: A `VLLMWeightSyncClient` (async, or blocking: it is adapted), or a fleet of them.
+        source: A `WeightSource`, a ``torch.nn.Module``, or an object with their members.
+        is_sender: Whether this rank touches client and wire.
+        rank: This trainer rank.
+        hub: Watch through a hub of your own (init itself is then watched, too).
+        name: Shown in events and errors.
+        lineage: Name of this training run; random unless given.
+        recover: ``"auto"`` lets the next round reset and initialise a failed engine, ``"manual"``
+            makes it raise `InvalidTransition`.
+        lease_s: Silence of this trainer, in seconds, that a worker's open round survives.
+        lane_factory: Makes the thread for blocking calls (simulation passes inline lanes).
+
+    Attributes:
+        version: What every member confirmed last; None before the first round.
+        last_report: Report of the last round, failed or not.
+    """
+
+    init_info_cls: ClassVar[type]
+    reusable_after_abort: ClassVar[bool] = False
+    """Whether the channel can carry another round after one was given up."""
+    backend_name: str = "custom"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        wrap_steps(cls, {"send_weights": "send"})
+        if "trainer_init" in cls.__dict__:
+            setattr(cls, "trainer_init", watched_init(cls.__dict__["trainer_init"]))  # noqa: B010
+
+    def __init__(
+        self,
+        *,
+        client: Any,
+        source: Any = None,
+        is_sender: bool = True,
+        rank: int = 0,
+        hub: TransitionHub | None = None,
+        name: str | None = None,
+        lineage: str | None = None,
+        recover: str = "auto",
+        lease_s: float | None = None,
+        lane_factory: LaneFactory = Lane,
+    ) -> None:
+        if recover not in ("auto", "manual"):
+            raise Validation(f"recover must be 'auto' or 'manual', not {recover!r}")
+        self.source = None if source is None else as_source(source)
+        self.is_sender = is_sender
+        self.rank = rank
+        self.name = name or f"{self.backend_name}-trainer-{rank}"
+        self.lineage = lineage or secrets.token_hex(8)
+        self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+        self.lease_s = lease_s or DEFAULTS.lease_s
+        self.recovers = recover == "auto"
+        self.version: Version | None = None
+        self.last_report: Report | None = None
+        self.machine = StateMachine(ENGINE, name=self.name, role="trainer", hub=hub)
+        self.links: list[MemberLink] = links_of(client) if is_sender else []
+        self.client = ClientProxy(self)
+        self.admission = Admission(self)
+        self.cycle = TrainerCycle(self)
+        self._supervisor = Supervisor()
+        self._lane_factory = lane_factory
+        self._lane: LaneLike | None = None
+        self._rounds = 0
+        self._feed: tuple[Any, SourceFeed] | None = None
+        self._plan: tuple[SourceFeed, Plan] | None = None
+        self._wake: list[anyio.Event] = []
+
+    # -- what a backend implements ---------------------------------------------------------------
+
+    @classmethod
+    async def trainer_init(
+        cls,
+        init_info: Init,
+        *,
+        client: Any,
+        source: Any = None,
+        group: Any = None,
+        hub: TransitionHub | None = None,
+    ) -> Self:
+        """Construct and `initialize`.
+
+        Raises:
+            What `initialize` raises; nothing is left open then.
+        """
+        if group is not None:
+            raise Validation("group: this backend has no multi-rank trainers")
+        engine = cls.from_init_info(init_info, client=client, source=source, hub=hub)
+        try:
+            await engine.initialize()
+        except BaseException:
+            await run_to_end(engine.aclose, seconds=DEFAULTS.cleanup_s)
+            raise
+        return engine
+
+    @classmethod
+    def from_init_info(
+        cls, init_info: Init, *, client: Any, source: Any, hub: TransitionHub | None
+    ) -> Self:
+        """Construct from the typed init info, without touching a worker."""
+        raise NotImplementedError(f"{cls.__name__} must override trainer_init or from_init_info")
+
+    def get_worker_init_payload(self) -> dict[str, Any]:
+        """The init info that workers get."""
+        raise NotImplementedError(f"{type(self).__name__} must say what its workers need")
+
+    def check_peers(self) -> None:
+        """Judge what the members answered to the probe, before init; raises to refuse."""
+
+    def make_plan(self, feed: SourceFeed) -> Plan:
+        """Cut the announced tensors into chunks; on the lane, kept until the metadata changes."""
+        raise NotImplementedError(f"{type(self).__name__} has no plan")
+
+    def update_payload(self, round: Round) -> dict[str, Any]:
+        """The update info of this round."""
+        raise NotImplementedError(f"{type(self).__name__} must override send_weights")
+
+    async def transmit(self, round: Round) -> StreamSummary:
+        """The data leg: move the round's bytes; cancellation must abort it."""
+        raise NotImplementedError(f"{type(self).__name__} must override send_weights")
+
+    def dispose(self) -> None:
+        """Free the channel; idempotent, must not block."""
+
+    def sent_bytes(self) -> int:
+        """Payload bytes of the current round that have been taken so far."""
+        return 0
+
+    def progress_at(self) -> float:
+        """Monotonic time of the data plane's last progress."""
+        return -math.inf
+
+    # -- what callers use ------------------------------------------------------------------------
+
+    async def initialize(self, *, timeout: float | None = None) -> None:
+        """Rendezvous with every worker: idle to initialized; a failed engine is reset first.
+
+        Cancelling leaves the engine failed and the channel freed.
+
+        Raises:
+            PhaseTimeout: Not done within `timeout` seconds.
+            InvalidTransition: The engine is initialized already, busy or closed.
+        """
+        self.admission.check_process()
+        if self.state is State.FAILED:
+            await self.reset()
+        if self.state is not State.IDLE:
+            raise self.wrong_order("initialize")
+        limit = DEFAULTS.admit_s if timeout is None else timeout
+        await self.machine.pass_gates(Trigger.INITIALIZE)
+        try:
+            with anyio.move_on_after(limit) as scope:
+                async with opened(self.links):
+                    await meet(self)
+            if scope.cancelled_caught:
+                raise PhaseTimeout(f"init took longer than its {limit:g} s", phase="init")
+        except BaseException as error:
+            self.dispose()
+            if self.state is State.IDLE:
+                self.machine.fire(Trigger.FAIL, phase="init", error=error)
+            raise
+        self.machine.fire(Trigger.INITIALIZE)
+
+    async def send_weights(
+        self,
+        *,
+        version: int | str | Version | Next = NEXT,
+        timeout: float | None = None,
+        budget: Budget | None = None,
+        rollback: bool = False,
+        on_busy: str = "raise",
+    ) -> Report:
+        """Bring every worker to the source's present weights.
+
+        When it returns, every worker has confirmed the version and the tensors may change again.
+        Cancelling it cancels the round: the data plane is aborted, the workers are told, and the
+        cancellation is raised within the budget's `cleanup` seconds.
+
+        Args:
+            version: Label of the new weights; an int is its own order.
+            timeout: Shorthand for ``Budget(total=timeout)``, seconds.
+            budget: Limits per phase; None takes the defaults, never infinity.
+            rollback: Allow a version that is not newer than the workers'.
+            on_busy: What to do while another round runs: ``"raise"`` `Busy`, ``"wait"`` for its
+                end, or ``"supersede"`` it.
+
+        Raises:
+            AiosyncError: One of its kinds, or the source's own exception; with ``.report``.
+        """
+        limits = Budget.of(budget, timeout)
+        await self.admission.wait_turn(on_busy)
+        return await self._run(self.admission.take(version, limits, rollback=rollback))
+
+    def begin_update(
+        self,
+        *,
+        version: int | str | Version | Next = NEXT,
+        timeout: float | None = None,
+        budget: Budget | None = None,
+        rollback: bool = False,
+    ) -> WeightUpdate:
+        """Start a round in the background and return its handle.
+
+        Raises:
+            Busy: Another round is under way.
+        """
+        limits = Budget.of(budget, timeout)
+        self.admission.check()
+        this = self.admission.take(version, limits, rollback=rollback)
+        return WeightUpdate(
+            this, self._supervisor.start(self._run(this), name=f"{self.name}-round")
+        )
+
+    async def wait_version(self, order: int) -> Version:
+        """Wait until a version of at least `order` is committed; it cannot be missed."""
+        while self.version is None or self.version.order < order:
+            if self.state is State.CLOSED:
+                raise InvalidTransition("the engine is closed", phase="wait")
+            event = anyio.Event()
+            self._wake.append(event)
+            await event.wait()
+        return self.version
+
+    async def reset(self) -> None:
+        """Dispose the channel of a failed engine: failed to idle."""
+        self.admission.check_process()
+        if self.state is not State.FAILED:
+            raise self.wrong_order("reset")
+        self.dispose()
+        self.machine.fire(Trigger.RESET)
+
+    async def shutdown(self) -> None:
+        """Free the channel on both sides; idempotent, `initialize` works again afterwards.
+
+        Raises:
+            Busy: A round is under way.
+        """
+        self.admission.check_process()
+        if self.state in BUSY:
+            raise Busy("a round is under way; cancel it first", phase="shutdown")
+        if self.state is State.FAILED:
+            await self.reset()
+        if self.state is State.INITIALIZED:
+            await run_to_end(lambda: say_goodbye(self), seconds=DEFAULTS.cleanup_s)
+            self.dispose()
+            self.machine.fire(Trigger.RELEASE)
+
+    async def aclose(self) -> None:
+        """End the engine; a round under way is cancelled first. Idempotent."""
+        if self.state is State.CLOSED:
+            return
+        current = self.admission.current
+        if current is not None:
+            current.cancel()
+            await run_to_end(current.over.wait, seconds=2 * DEFAULTS.cleanup_s)
+            await self._supervisor.aclose(seconds=DEFAULTS.cleanup_s)
+        if self.state in BUSY:
+            self.machine.fire(Trigger.FAIL, error="closed during a round")
+        elif self.state is State.INITIALIZED:
+            await run_to_end(lambda: say_goodbye(self), seconds=DEFAULTS.cleanup_s)
+        self.dispose()
+        if self._lane is not None:
+            self._lane.close()
+        if self.state is not State.CLOSED:
+            self.machine.fire(Trigger.CLOSE)
+        self._wake_all()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        version = self.version.label if self.version else None
+        return f"<{type(self).__name__} {self.name} {self.state.value} version={version}>"
+
+    @property
+    def source_lane(self) -> LaneLike:
+        """The thread that iterates the source; share it: ``await engine.source_lane.run(step)``."""
+        if self._lane is None or self._lane.poisoned:
+            self._lane = self._lane_factory(f"{self.name}-source")
+        return self._lane
+
+    # -- used by the round -----------------------------------------------------------------------
+
+    async def ensure_initialized(self, round: Round) -> None:
+        """Mend a failed or released engine, once, within the round's budget."""
+        if self.state is State.INITIALIZED:
+            return
+        if self.state not in (State.FAILED, State.IDLE) or not self.recovers:
+            raise self.wrong_order("start")
+        if self.state is State.FAILED or self._rounds:
+            round.recovered = True
+            round.notes.append(f"initialised again from state {self.state.value}")
+        await self.initialize()
+
+    async def rejoin(self) -> None:
+        """A worker restarted between rounds: it, and all others, get a new epoch."""
+        await meet(self)
+
+    async def open_feed(self, round: Round) -> SourceFeed:
+        """Read and check the source's metadata, on the lane: it may be a collective."""
+        source = self.source
+        if source is None:
+            raise Validation(f"{self.name} was made without a source", phase="admit")
+
+        def read() -> tuple[Any, SourceFeed]:
+            # A cached metadata list is the same object again: then nothing has to be checked anew.
+            announced, known = source.metadata, self._feed
+            if known is not None and announced is known[0]:
+                return known
+            return announced, SourceFeed(source, rank=self.rank)
+
+        self._feed = await self.source_lane.run(read, grace=round.budget.cleanup / 2)
+        return self._feed[1]
+
+    async def open_plan(self, feed: SourceFeed) -> Plan:
+        """The plan of this round; made again only when the metadata changed."""
+        if self._plan is None or self._plan[0] is not feed:
+            plan = await self.source_lane.run(self.make_plan, feed)
+            self._plan = (feed, plan)
+        return self._plan[1]
+
+    async def drain_source(self, feed: SourceFeed, *, grace: float) -> None:
+        """A rank that does not send stays in the source's collectives."""
+        if feed.is_async:
+            async for _ in feed.aiter_batches():
+                pass
+        else:
+            await self.source_lane.run(lambda: sum(1 for _ in feed.iter_batches()), grace=grace)
+
+    def next_round(self, round: Round) -> None:
+        """Number the round; called right before the flip to ``updating``."""
+        self._rounds += 1
+        round.number = self._rounds
+        for link in self.links:
+            link.begin_round()
+
+    def committed(self, round: Round) -> None:
+        """Every member holds the round's version."""
+        self.version = round.version
+        self._wake_all()
+
+    def channel_healthy(self) -> bool:
+        """Whether no blocking call of this engine is stuck."""
+        return self._lane is None or not self._lane.poisoned
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    async def _run(self, round: Round) -> Report:
+        try:
+            return await round.run()
+        finally:
+            self.last_report = round.report
+            self.admission.free()
+
+    def _wake_all(self) -> None:
+        waiting, self._wake = self._wake, []
+        for event in waiting:
+            event.set()

@@ -1,0 +1,64 @@
+"""What both engine kinds show of their state machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiosync.errors import InvalidTransition
+from statemachines.tables import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from statemachines import Subscription, Transition, TransitionHub
+    from statemachines.machine import StateMachine
+
+BUSY = (State.UPDATING, State.FINALIZING)
+
+
+class Watchable:
+    """State, events and gates of an engine."""
+
+    machine: StateMachine
+
+    @property
+    def state(self) -> State:
+        """The state of the life cycle (`statemachines.tables.ENGINE`)."""
+        return State(self.machine.state)
+
+    @property
+    def events(self) -> TransitionHub:
+        """The hub that publishes this engine's transitions."""
+        return self.machine.hub
+
+    def on_transition(self, hook: Callable[[Transition], object]) -> Callable[[], None]:
+        """Call `hook` inside every flip; returns its remover. It must not block, raise or fire."""
+        return self.machine.on_transition(hook)
+
+    def subscribe(self, **options: Any) -> Subscription:
+        """A bounded subscription (``size=``, ``since=``) to this engine's transitions."""
+        return self.machine.subscribe(**options)
+
+    def gate(
+        self, trigger: str, check: Callable[..., Any], *, timeout: float = 30.0
+    ) -> Callable[[], None]:
+        """Have `check` judge ``initialize``, ``start`` or ``complete`` before the flip.
+
+        Returning False or raising vetoes (`GateRejected`, state unchanged; a vetoed ``complete``
+        ends the round). Returns the gate's remover.
+        """
+        return self.machine.gate(trigger, check, timeout=timeout)
+
+    async def wait_for(self, *states: State | str) -> State:
+        """Wait until the engine is in one of `states`; checks first."""
+        return State(await self.machine.wait_for(*states))
+
+    def wrong_order(self, what: str) -> InvalidTransition:
+        """The error for a call that the present state does not allow."""
+        allowed = self.machine.allowed()
+        return InvalidTransition(
+            f"{what}: not possible in state {self.state.value};"
+            f" allowed now: {', '.join(allowed) or 'nothing'}",
+            phase=what,
+            detail={"state": self.state.value, "allowed": list(allowed)},
+        )

@@ -1,0 +1,286 @@
+"""Base of the worker engines: five steps a backend implements, and what callers await.
+
+The steps are `init_transfer_engine`, `start_weight_update`, `receive_weights`,
+`finish_weight_update` and `shutdown`. What a subclass writes is the bare step; what callers get is
+the step inside the life cycle (`aiosync.overrides`, `aiosync.worker_cycle`). The round itself
+lives in a session (`aiosync.session`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+
+from transports.digest import available as available_digests
+
+from aiosync.errors import Validation
+from aiosync.generation import GenerationGate
+from aiosync.infos import parse_info
+from aiosync.messages import PROTOCOL, PeerState
+from aiosync.overrides import wrap_steps
+from aiosync.sinks import make_sink
+from aiosync.watchable import Watchable
+from aiosync.worker_cycle import WorkerCycle
+from statemachines.machine import StateMachine
+from statemachines.tables import ENGINE, State, Weights
+from transports.lane import Lane
+
+if TYPE_CHECKING:
+    import torch
+
+    from aiosync.messages import RoundHeader
+    from aiosync.sinks import Sink
+    from aiosync.version import Version
+    from statemachines.hub import TransitionHub
+    from transports.lane import LaneFactory, LaneLike
+
+Init = TypeVar("Init")
+Update = TypeVar("Update")
+
+FEATURES = ("prepare", "abort", "status", "lease", "versions", "events")
+_STEPS = {
+    "init_transfer_engine": "init",
+    "start_weight_update": "start",
+    "receive_weights": "receive",
+    "finish_weight_update": "finish",
+    "shutdown": "shutdown",
+}
+
+
+class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
+    """Takes weights into a model, on one worker rank.
+
+    Cancelling a call leaves the work to the round's session; `abort_weight_update` and the lease
+    end it. A call in the wrong order raises `InvalidTransition` with the triggers that are
+    allowed, a call of somebody else `Fenced`.
+
+    Args:
+        config: A `WeightTransferConfig` or any object with a `backend`.
+        vllm_config: Any object; kept for engines that want it.
+        device: Where the model lives.
+        model: A `torch.nn.Module`, a dict of tensors, or an object with ``load_weights``.
+        hub: Watch through a hub of your own.
+        name: Shown in events and errors.
+        lane_factory: Makes the thread for blocking calls (simulation passes inline lanes).
+
+    Attributes:
+        version: What the model holds since the last commit; None before the first.
+        weights: Whether the model is whole. Kept apart from `state`: a failed channel with intact
+            weights goes on serving.
+        generation: Hold ``generation.request()`` around each use of the model.
+    """
+
+    init_info_cls: ClassVar[type]
+    update_info_cls: ClassVar[type]
+    supports_draft_weight_update: ClassVar[bool] = True
+    defers_processing: ClassVar[bool] = False
+    reusable_after_abort: ClassVar[bool] = False
+    """Whether the channel can carry another round after one was given up."""
+    uses_sink: ClassVar[bool] = False
+    """Whether `receive_weights` fills the sink, which the base then verifies and commits."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        wrap_steps(cls, _STEPS)
+
+    def __init__(
+        self,
+        config: Any,
+        vllm_config: Any,
+        device: torch.device | str | None,
+        model: Any,
+        *,
+        hub: TransitionHub | None = None,
+        name: str | None = None,
+        lane_factory: LaneFactory = Lane,
+    ) -> None:
+        self.config = config
+        self.vllm_config = vllm_config
+        self.parallel_config = getattr(vllm_config, "parallel_config", None)
+        self.model_config = getattr(vllm_config, "model_config", None)
+        self.device = device
+        self.model = model
+        self._default_model = model
+        self._default_model_config = self.model_config
+        self.name = name or f"{getattr(config, 'backend', 'custom')}-worker"
+        self.rank = 0
+        self.incarnation = secrets.token_hex(8)
+        self.generation = GenerationGate()
+        self.version: Version | None = None
+        self.weights = Weights.INTACT
+        self.machine = StateMachine(ENGINE, name=self.name, role="worker", hub=hub)
+        self.cycle = WorkerCycle(self)
+        self._lane_factory = lane_factory
+        self._lane: LaneLike | None = None
+        self._sinks: dict[int, Sink] = {}
+
+    # -- the steps a backend implements ----------------------------------------------------------
+
+    @abstractmethod
+    def init_transfer_engine(self, init_info: Init) -> Any:
+        """Open the channel; may be called again after `shutdown`."""
+
+    @abstractmethod
+    def start_weight_update(self) -> Any:
+        """Get ready for a round."""
+
+    @abstractmethod
+    def receive_weights(self, update_info: Update) -> Any:
+        """Take the tensors the payload announces and load them into `model` (or the sink)."""
+
+    @abstractmethod
+    def finish_weight_update(self) -> Any:
+        """The round is complete; last work before the weights count as new."""
+
+    @abstractmethod
+    def shutdown(self) -> Any:
+        """Free the channel; idempotent."""
+
+    def abort_receive(self) -> None:
+        """Unblock a blocking step; called from another thread, must return at once."""
+
+    def received_bytes(self) -> int:
+        """Payload bytes received in the open round so far."""
+        return 0
+
+    def progress_at(self) -> float:
+        """Monotonic time of the last byte received, for the lease."""
+        return float("-inf")
+
+    async def drain_pending(self) -> None:
+        """Wait until everything that was accepted has been applied; idempotent.
+
+        An engine with `defers_processing` overrides it; the first error is raised again.
+        """
+
+    # -- what callers use ------------------------------------------------------------------------
+
+    async def update_weights(self, update_info: Any, *, header: RoundHeader | None = None) -> None:
+        """Take one payload: a dict, or a list of dicts indexed by worker rank.
+
+        Returns when the payload's tensors have been received (with `defers_processing`: queued).
+
+        Raises:
+            InvalidTransition: No round is open.
+            Validation: The payload names a bad field; the round stays open.
+        """
+        payload = getattr(update_info, "update_info", update_info)
+        if isinstance(payload, list):
+            if not 0 <= self.rank < len(payload):
+                raise Validation(
+                    f"update_info has {len(payload)} entries, this worker's rank is {self.rank}",
+                    rank=self.rank,
+                    phase="update",
+                )
+            payload = payload[self.rank]
+        await self.receive_weights(payload, header=header)  # type: ignore[call-arg] # wrapped step
+
+    async def prepare_weight_update(self, *, header: RoundHeader | None = None) -> None:
+        """Check that all has been received and verified; nothing becomes visible yet."""
+        await self.cycle.prepare(header=header)
+
+    async def abort_weight_update(
+        self, reason: str = "", *, header: RoundHeader | None = None
+    ) -> None:
+        """Give the open round up; a no-op when there is none (or a newer one).
+
+        A round past its point of no return is left to finish: read the outcome from the state.
+        """
+        await self.cycle.abort(reason, header=header)
+
+    def parse_init_info(self, init_info: Any) -> Init:
+        """Typed init info out of a dict; `Validation` names the path of a bad field."""
+        info: Init = parse_info(self.init_info_cls, init_info, what="init_info")
+        return info
+
+    def parse_update_info(self, update_info: Any) -> Update:
+        """Typed update info out of a dict; `Validation` names the path of a bad field."""
+        info: Update = parse_info(self.update_info_cls, update_info, what="update_info")
+        return info
+
+    def set_weight_update_target(self, model: Any, model_config: Any = None) -> None:
+        """Point the next round at another model (a draft)."""
+        self.model, self.model_config = model, model_config
+
+    def reset_weight_update_target(self) -> None:
+        """Point rounds at the engine's own model again."""
+        self.model, self.model_config = self._default_model, self._default_model_config
+
+    def touch(self, header: RoundHeader | None) -> None:
+        """Renew the lease of the open round if `header` is its owner's."""
+        self.cycle.touch(header)
+
+    def peer_state(self) -> PeerState:
+        """What every reply carries."""
+        ownership = self.cycle.ownership
+        outcome = ownership.outcome
+        return PeerState(
+            protocol=PROTOCOL,
+            incarnation=self.incarnation,
+            epoch=ownership.epoch,
+            state=self.state.value,
+            weights=self.weights.value,
+            version=self.version,
+            owner=ownership.owner,
+            features=list(FEATURES),
+            digests=list(available_digests()) if self.verifies else [],
+            lease_s=getattr(self.config, "lease_s", None),
+            detail={
+                "allowed": list(self.machine.allowed()),
+                "round": ownership.last_round,
+                "settled": ownership.settled,
+                "outcome": None if outcome is None else f"{type(outcome).__name__}: {outcome}",
+                "progress": self.received_bytes(),
+                "backend": getattr(self.config, "backend", None),
+                "sink": getattr(self.config, "sink", "staged"),
+            },
+        )
+
+    @property
+    def verifies(self) -> bool:
+        """Whether digests are checked (``verify="digest"``)."""
+        return bool(getattr(self.config, "verify", "digest") == "digest")
+
+    @property
+    def sink(self) -> Sink:
+        """Where the open round's tensors go; asking for it makes the round use it."""
+        sink = self._sinks.get(id(self.model))
+        if sink is None:
+            mode = getattr(self.config, "sink", "staged")
+            sink = self._sinks[id(self.model)] = make_sink(self.model, mode, device=self.device)
+        self.cycle.sink = sink
+        return sink
+
+    @property
+    def lane(self) -> LaneLike:
+        """The thread for this engine's blocking calls; replaced once it is poisoned."""
+        if self._lane is None or self._lane.poisoned:
+            self._lane = self._lane_factory(f"{self.name}-lane")
+        return self._lane
+
+    @property
+    def lane_poisoned(self) -> bool:
+        """Whether a blocking call is stuck for good."""
+        return self._lane is not None and self._lane.poisoned
+
+    async def aclose(self) -> None:
+        """End the engine: an open round fails first, then channel and lane go. Idempotent."""
+        if self.state is State.CLOSED:
+            return
+        await self.cycle.close()
+        if self._lane is not None:
+            self._lane.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        version = self.version.label if self.version else None
+        return (
+            f"<{type(self).__name__} {self.name} {self.state.value}"
+            f" weights={self.weights.value} version={version}>"
+        )

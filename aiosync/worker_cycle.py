@@ -1,0 +1,324 @@
+"""The life cycle around a worker engine's steps: order, owner, session, commit.
+
+`WorkerCycle` is the only writer of the engine's state. A step reaches it through the wrapper of
+`aiosync.overrides`, with the bare method as its first argument.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any, final
+
+import anyio
+
+from aiosync.concurrency import Supervisor, run_to_end
+from aiosync.config import WeightTransferInitRequest
+from aiosync.defaults import DEFAULTS
+from aiosync.errors import Busy, Coverage, RoundCancelled, Validation
+from aiosync.overrides import bare_of, call_step
+from aiosync.ownership import Ownership
+from aiosync.session import Session
+from aiosync.version import check_successor, next_version
+from aiosync.watchable import BUSY
+from statemachines.tables import State, Trigger, Weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiosync.messages import RoundHeader
+    from aiosync.sinks import Sink
+    from aiosync.version import Version
+    from aiosync.worker import WeightTransferEngine
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class WorkerCycle:
+    """State of one worker engine between and during rounds."""
+
+    def __init__(self, engine: WeightTransferEngine[Any, Any]) -> None:
+        self.engine = engine
+        self.ownership = Ownership()
+        self.session: Session | None = None
+        self.sink: Sink | None = None
+        """The sink of the open round, once its first payload was opened."""
+        self._supervisor = Supervisor()
+        self._target: Version | None = None
+        self._initialising = False
+
+    # -- the steps -------------------------------------------------------------------------------
+
+    async def init(
+        self, bare: Callable[..., Any], init_info: Any, *, header: RoundHeader | None = None
+    ) -> None:
+        engine = self.engine
+        if isinstance(init_info, WeightTransferInitRequest):
+            init_info = init_info.init_info
+        if self._initialising or engine.state in BUSY:
+            owner = self.ownership.owner or "a client without a name"
+            what = "an init" if self._initialising else f"a round of {owner}"
+            raise Busy(
+                f"{what} is under way (state {engine.state.value})",
+                replica=engine.name,
+                phase="init",
+                detail={"owner": self.ownership.owner, "since": self.ownership.since},
+            )
+        info = engine.parse_init_info(init_info)
+        self._initialising = True
+        try:
+            await self._back_to_idle()
+            await engine.machine.pass_gates(Trigger.INITIALIZE)
+            await self._open_channel(bare, info)
+            self.ownership.take(header.owner if header is not None else None)
+            engine.machine.fire(Trigger.INITIALIZE, version=_label(engine.version))
+        finally:
+            self._initialising = False
+
+    async def start(self, bare: Callable[..., Any], *, header: RoundHeader | None = None) -> None:
+        engine = self.engine
+        self.ownership.check(header, "start")
+        session = self.session
+        if session is not None and header is not None and header.round == session.number:
+            session.touch()
+            return  # the same call again: the round is open
+        if engine.state is not State.INITIALIZED:
+            raise engine.wrong_order("start")
+        target = self._successor(header)
+        await engine.machine.pass_gates(Trigger.START, version=_label(target))
+        # No await from here to the session: nobody slips in between check, flip and owner.
+        if engine.state is not State.INITIALIZED or self._initialising:
+            raise engine.wrong_order("start")
+        self.ownership.check(header, "start")
+        number = self.ownership.begin(header)
+        engine.machine.fire(Trigger.START, round=number, version=_label(target))
+        self._target = target
+        self.sink = None
+        session = self.session = Session(
+            number=number,
+            lease=self._lease(header),
+            on_end=self._over,
+            progress=engine.progress_at,
+        )
+        self._supervisor.start(session.run(), name=f"{engine.name}-round-{number}")
+        await session.do(functools.partial(self._step, bare))
+
+    async def receive(
+        self, bare: Callable[..., Any], update_info: Any, *, header: RoundHeader | None = None
+    ) -> None:
+        engine = self.engine
+        self.ownership.check(header, "update")
+        session = self._open_session("update")
+        if engine.state is not State.UPDATING:
+            raise engine.wrong_order("update")
+        info = engine.parse_update_info(update_info)
+        engine.machine.fire(Trigger.UPDATE, round=session.number, nbytes=engine.received_bytes())
+        if not engine.uses_sink:
+            # The engine writes into the model by itself; until it finishes nobody can tell.
+            engine.weights = Weights.UNKNOWN
+        await session.do(functools.partial(self._step, bare, info))
+
+    async def prepare(self, *, header: RoundHeader | None = None) -> None:
+        self.ownership.check(header, "prepare")
+        await self._open_session("prepare").do(self._prepare, key="prepare")
+
+    async def finish(
+        self,
+        bare: Callable[..., Any],
+        weight_version: str | None = None,
+        *,
+        header: RoundHeader | None = None,
+    ) -> None:
+        self.ownership.check(header, "finish")
+        if self.session is None and self.ownership.is_settled(header):
+            if self.ownership.outcome is not None:
+                raise self.ownership.outcome
+            return  # the same call again: the round was committed
+        if weight_version is not None and not isinstance(weight_version, str):
+            raise Validation(
+                f"weight_version must be a str or None, not {weight_version!r}", phase="finish"
+            )
+        session = self._open_session("finish")
+        commit = functools.partial(self._commit, bare, session, weight_version)
+        await session.do(commit, key="finish")
+        await session.wait_over()
+
+    async def abort(self, reason: str, *, header: RoundHeader | None = None) -> None:
+        self.ownership.check(header, "abort")
+        session = self.session
+        if session is None or (header is not None and header.round != session.number):
+            return
+        text = f"aborted by the trainer{': ' + reason if reason else ''}"
+        session.cancel(RoundCancelled(text, round=session.number))
+        with anyio.move_on_after(DEFAULTS.finish_s):
+            await session.wait_over()
+
+    async def shutdown(
+        self, bare: Callable[..., Any], *, header: RoundHeader | None = None
+    ) -> None:
+        engine = self.engine
+        if header is not None:
+            self.ownership.check(header, "shutdown")
+        if engine.state in BUSY:
+            raise Busy(
+                "a round is under way; abort it first", replica=engine.name, phase="shutdown"
+            )
+        if engine.state is State.INITIALIZED:
+            await self._step(bare)
+            engine.machine.fire(Trigger.RELEASE)
+        elif engine.state is State.FAILED:
+            await self._step(bare)
+            engine.machine.fire(Trigger.RESET)
+
+    async def close(self) -> None:
+        """An open round fails first (a commit under way is finished), then the channel goes."""
+        engine, session = self.engine, self.session
+        if session is not None:
+            session.cancel(RoundCancelled("the worker engine was closed", round=session.number))
+            await run_to_end(session.wait_over, seconds=DEFAULTS.finish_s)
+        await self._supervisor.aclose(seconds=DEFAULTS.cleanup_s)
+        await run_to_end(self._dispose, seconds=DEFAULTS.cleanup_s)
+        if engine.state in BUSY:
+            engine.machine.fire(Trigger.FAIL, error="closed", weights=engine.weights)
+        engine.machine.fire(Trigger.CLOSE)
+
+    def touch(self, header: RoundHeader | None) -> None:
+        """Renew the lease of the open round if `header` is its owner's."""
+        session = self.session
+        if session is not None and header is not None and header.round == session.number:
+            self.ownership.check(header, "status")
+            session.touch()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    async def _step(self, bare: Callable[..., Any], *args: Any) -> Any:
+        engine = self.engine
+        return await call_step(
+            engine,
+            bare,
+            *args,
+            lane=lambda: engine.lane,
+            abort=engine.abort_receive,
+            grace=DEFAULTS.cleanup_s / 2,
+        )
+
+    async def _open_channel(self, bare: Callable[..., Any], info: Any) -> None:
+        engine = self.engine
+        try:
+            await self._step(bare, info)
+        except BaseException as error:
+            if engine.state is State.IDLE:
+                engine.machine.fire(Trigger.FAIL, phase="init", error=error, weights=engine.weights)
+            raise
+
+    async def _back_to_idle(self) -> None:
+        state, machine = self.engine.state, self.engine.machine
+        if state is State.CLOSED:
+            raise self.engine.wrong_order("init")
+        if state is not State.IDLE:
+            await self._dispose()
+            machine.fire(Trigger.RELEASE if state is State.INITIALIZED else Trigger.RESET)
+
+    async def _dispose(self) -> None:
+        engine = self.engine
+        try:
+            await self._step(functools.partial(bare_of(type(engine), "shutdown"), engine))
+        except Exception:
+            # A channel that cannot be closed must not keep the next owner out.
+            logger.warning("%s: shutdown of the old channel failed", engine.name, exc_info=True)
+
+    def _successor(self, header: RoundHeader | None) -> Version | None:
+        if header is None or header.version is None:
+            return None
+        check_successor(self.engine.version, header.version, rollback=header.rollback)
+        return header.version
+
+    def _lease(self, header: RoundHeader | None) -> float:
+        own: float | None = getattr(self.engine.config, "lease_s", None)
+        if own is not None:
+            return own
+        if header is None:
+            return DEFAULTS.legacy_lease_s
+        return header.lease_s or DEFAULTS.lease_s
+
+    async def _prepare(self) -> None:
+        engine = self.engine
+        if engine.state is State.FINALIZING:
+            return
+        number = self.ownership.last_round
+        engine.machine.fire(Trigger.FINALIZE, round=number, nbytes=engine.received_bytes())
+        await engine.drain_pending()
+        if engine.uses_sink:
+            if self.sink is None:
+                raise Coverage("the round announced no tensors", phase="prepare", round=number)
+            await engine.lane.run(self.sink.verify)
+
+    async def _commit(
+        self, bare: Callable[..., Any], session: Session, weight_version: str | None
+    ) -> None:
+        engine, version = self.engine, self._target
+        if version is None and weight_version is not None:
+            lineage = engine.version.lineage if engine.version else engine.incarnation
+            version = next_version(engine.version, weight_version, lineage=lineage)
+        await self._prepare()
+        await engine.machine.pass_gates(
+            Trigger.COMPLETE, round=session.number, version=_label(version)
+        )
+        await self._step(bare)
+        if self.sink is None:
+            self._committed(session, version)
+            return
+        async with engine.generation.swap(timeout=DEFAULTS.pause_s):
+            session.holding = True
+            await engine.lane.run(self.sink.commit, grace=DEFAULTS.finish_s)
+            # Inside the swap: the version becomes visible together with the weights.
+            self._committed(session, version)
+
+    def _committed(self, session: Session, version: Version | None) -> None:
+        engine = self.engine
+        engine.weights = Weights.INTACT
+        if version is not None:
+            engine.version = version
+        self.session = None
+        self.ownership.settle(None)
+        engine.machine.fire(
+            Trigger.COMPLETE,
+            round=session.number,
+            version=_label(engine.version),
+            nbytes=engine.received_bytes(),
+            weights=engine.weights,
+        )
+        session.close()
+
+    def _over(self, error: BaseException | None) -> None:
+        """The session's last step: settle the weights and flip, with no await in between."""
+        engine, session = self.engine, self.session
+        if session is None:
+            return  # committed
+        self.session = None
+        if self.sink is not None:
+            self.sink.abort()
+            engine.weights = Weights(self.sink.weights)
+        if error is None or not isinstance(error, Exception):
+            error = RoundCancelled("the worker stopped during the round", round=session.number)
+        self.ownership.settle(error)
+        lane_healthy = not engine.lane_poisoned
+        usable = engine.reusable_after_abort and lane_healthy and engine.weights == Weights.INTACT
+        engine.machine.fire(
+            Trigger.ABORT if usable else Trigger.FAIL,
+            round=session.number,
+            error=error,
+            weights=engine.weights,
+            nbytes=engine.received_bytes(),
+            version=_label(engine.version),
+        )
+
+    def _open_session(self, what: str) -> Session:
+        if self.session is None or self.engine.state not in BUSY:
+            raise self.engine.wrong_order(what)
+        return self.session
+
+
+def _label(version: Version | None) -> str | None:
+    return None if version is None else str(version.label)

@@ -1,0 +1,134 @@
+"""What a shared-memory sender keeps between rounds: buffers, handles, and where chunks lie."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, final
+
+from statemachines.errors import Validation
+from transports import shm_messages as wire
+from transports.chunk_copy import chunk_views
+from transports.links import FDS_LIMIT
+from transports.planning import ALIGNED
+from transports.segments import ALIGNMENT, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transports.chunk_copy import ChunkViews
+    from transports.links import Link
+    from transports.planning import Plan
+
+
+@final
+class SenderMemory:
+    """Places each chunk of a plan in a ring of slots, or all of them side by side.
+
+    Attributes:
+        chunks: The plan's, each with its place, after `prepare`.
+        buffers: Ring slots; None when every chunk has a place of its own.
+        segment: The ring or the flat buffer; None while nothing needs one.
+        resident: Tensors that readers find where they live.
+    """
+
+    def __init__(self, *, slot_nbytes: int, buffers: int | None) -> None:
+        self.buffers = buffers
+        self.chunks: list[ChunkViews] = []
+        self.segment: Segment | None = None
+        self.resident: dict[int, tuple[Segment, int]] = {}
+        self._slot_nbytes = -(-slot_nbytes // ALIGNMENT) * ALIGNMENT
+        self._resident_name = ""
+        self._prepared = ("", "")
+        self._bases: list[int] = []
+
+    def set_resident(self, mapping: Mapping[int, tuple[Segment, int]]) -> None:
+        table = dict(mapping)
+        if table != self.resident:
+            self.resident = table
+            self._resident_name = secrets.token_hex(8) if table else ""
+
+    def prepare(self, plan: Plan) -> None:
+        """Have memory for the plan, and views if they are not there from the last round.
+
+        Raises:
+            Validation: The plan, or a resident tensor, does not fit.
+            OutOfSharedMemory: There is no room.
+        """
+        if plan.rule != ALIGNED:
+            raise Validation(f"shared memory needs a plan by rule {ALIGNED!r}, not {plan.rule!r}")
+        if self.buffers is not None and plan.limit > self._slot_nbytes:
+            raise Validation(f"chunks of {plan.limit} bytes, buffers of {self._slot_nbytes}")
+        if len(self._segments()) > FDS_LIMIT:
+            raise Validation(f"{len(self._segments())} segments; the limit is {FDS_LIMIT}")
+        for index, (segment, offset) in self.resident.items():
+            if not 0 <= index < len(plan.sizes):
+                raise Validation(f"resident tensor {index} is not in the plan", tensor=str(index))
+            segment.view(offset, plan.sizes[index])
+        wanted = (plan.digest, self._resident_name)
+        if self._prepared == wanted:
+            return
+        self._prepared = ("", "")
+        self.chunks = chunk_views(plan, self.resident)
+        self._reserve(self._lay_out())
+        for chunk, base in zip(self.chunks, self._bases, strict=True):
+            chunk.settle(self.segment if chunk.copied else None, base)
+        self._prepared = wanted
+
+    def _lay_out(self) -> int:
+        if self.buffers is not None:
+            slots = range(len(self.chunks))
+            self._bases = [k % self.buffers * self._slot_nbytes for k in slots]
+            any_copied = any(chunk.copied for chunk in self.chunks)
+            return self._slot_nbytes * self.buffers if any_copied else 0
+        self._bases, total = [], 0
+        for chunk in self.chunks:
+            self._bases.append(total)
+            if chunk.copied:
+                total += -(-chunk.nbytes // ALIGNMENT) * ALIGNMENT
+        return total
+
+    def _reserve(self, nbytes: int) -> None:
+        if self.segment is not None and self.segment.nbytes >= nbytes > 0:
+            return
+        if self.segment is not None:
+            # Before the new one: both at once may not fit.
+            self.segment.close()
+            self.segment = None
+        if nbytes:
+            self.segment = Segment.create(nbytes)
+
+    def _segments(self) -> list[Segment]:
+        homes = {} if self.segment is None else {self.segment.key: self.segment}
+        homes |= {segment.key: segment for segment, _ in self.resident.values()}
+        return list(homes.values())
+
+    def greet(self, link: Link, hello: wire.Hello, *, plan: Plan, digest: str | None) -> None:
+        """Post the welcome, with the descriptors and handles that the reader lacks."""
+        segments = self._segments()
+        missing = [segment for segment in segments if segment.key not in hello.segments]
+        known = hello.resident == self._resident_name
+        infos = tuple(
+            wire.SegmentInfo(key=s.key, nbytes=s.nbytes, attached=s in missing) for s in segments
+        )
+        welcome = wire.Welcome(
+            round=hello.round,
+            plan=plan.digest,
+            digest=digest,
+            segments=infos,
+            resident=self._resident_name,
+            handles=None if known else len(self.resident),
+        )
+        link.post(wire.encode(welcome), [segment.fileno() for segment in missing])
+        if known:
+            return
+        order = {segment.key: i for i, segment in enumerate(segments)}
+        table = [(i, order[s.key], offset) for i, (s, offset) in self.resident.items()]
+        for start in range(0, len(table), wire.HANDLES_PER_FRAME):
+            part = tuple(table[start : start + wire.HANDLES_PER_FRAME])
+            link.post(wire.encode(wire.Handles(handles=part)))
+
+    def release(self) -> None:
+        """Give all memory back; the resident tensors' is not ours."""
+        self.chunks, self._prepared = [], ("", "")
+        self.resident = {}
+        self._reserve(0)

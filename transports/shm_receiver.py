@@ -1,0 +1,339 @@
+"""The worker's half of the shared-memory stream."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+from statemachines.errors import AiosyncError, InvalidTransition, Validation
+from transports import shm_messages as wire
+from transports.chunk_copy import CopyQueue, bytes_of, chunk_views
+from transports.digest import available, chain
+from transports.errors import DigestMismatch, PeerLost, PhaseTimeout, TransportAborted
+from transports.links import FDS_LIMIT, Link
+from transports.planning import ALIGNED
+from transports.segments import Segment
+from transports.shm_sender import check_stall
+from transports.stream import Progress, StreamSummary
+from transports.waker import Waker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from transports.chunk_copy import ChunkViews, PieceViews
+    from transports.planning import Plan
+
+_SENDER = "trainer"
+T = TypeVar("T", bound=wire.Message)
+
+
+@final
+class ShmReceiver:
+    """Copies a round's tensors out of memory that a `ShmSender` of the same host shares.
+
+    Mapped segments and views of them are kept between rounds; connections are not.
+
+    Attributes:
+        name: What the sender calls this reader in errors.
+        progress: Bytes so far, for other threads to read.
+    """
+
+    def __init__(self, *, address: str, token: str, name: str) -> None:
+        """Nothing is connected before `receive`."""
+        self.name = name
+        self.progress = Progress()
+        self._address = address
+        self._token = token
+        self._waker = Waker()
+        self._link: Link | None = None
+        self._segments: dict[str, Segment] = {}
+        self._order: list[Segment] = []
+        self._resident_name = ""
+        self._resident: dict[int, tuple[Segment, int]] = {}
+        self._views: list[ChunkViews] = []
+        self._views_of: tuple[str, str] = ("", "")
+        self._rounds = 0
+        self._copied = 0
+
+    def __repr__(self) -> str:
+        return f"<ShmReceiver {self.name} {'idle' if self._link is None else 'receiving'}>"
+
+    def receive(
+        self,
+        plan: Plan,
+        destination: Callable[[int], torch.Tensor],
+        landed: Callable[[list[int]], None],
+        *,
+        round: int,
+        stall: float,
+    ) -> StreamSummary:
+        """See `transports.stream.Receiver.receive`.
+
+        `landed` runs after the chunk was acknowledged: the trainer goes on meanwhile. Whatever
+        it or `destination` raises reaches the trainer as text.
+
+        Raises:
+            Validation: The sender refuses this reader, or says what cannot be right; or a
+                destination does not fit its tensor.
+        """
+        if self._link is not None:
+            raise InvalidTransition("this receiver is receiving already")
+        check_stall(stall)
+        if plan.rule != ALIGNED:
+            raise Validation(f"shared memory needs a plan by rule {ALIGNED!r}, not {plan.rule!r}")
+        try:
+            self._waker.check()
+            self._link = Link.connect(
+                self._address, waker=self._waker, deadline=time.monotonic() + stall, peer=_SENDER
+            )
+            kind = self._enter(self._link, plan, round, stall)
+            summary = self._run(self._link, plan, kind, destination, landed, stall)
+        except BaseException as error:  # re-raised; the sender hears of it first
+            aborted = self._waker.woken
+            if self._link is not None and not aborted:
+                self._tell(self._link, error)
+            self._end_round()
+            if aborted:
+                self._waker.reset()  # delivered: the next round is not meant
+                if isinstance(error, (PeerLost, PhaseTimeout)):
+                    raise TransportAborted("told to stop", phase="receive", round=round) from error
+            if isinstance(error, AiosyncError):
+                error.locate(phase="receive", round=round)
+            raise
+        self._end_round()
+        self._rounds += 1
+        return summary
+
+    def _enter(self, link: Link, plan: Plan, round: int, stall: float) -> str | None:
+        hello = wire.Hello(
+            token=self._token,
+            round=round,
+            reader=self.name,
+            segments=tuple(self._segments),
+            resident=self._resident_name,
+        )
+        link.send(wire.encode(hello), deadline=time.monotonic() + stall)
+        message, fds = self._next(link, stall, max_fds=FDS_LIMIT)
+        try:
+            if isinstance(message, wire.Refusal):
+                raise Validation.remote(f"the trainer refuses: {message.reason}", replica=_SENDER)
+            if not isinstance(message, wire.Welcome) or message.round != round:
+                raise Validation(f"expected a welcome to round {round}, got {message}")
+            if message.plan != plan.digest:
+                raise Validation(f"the trainer's plan is {message.plan}, ours {plan.digest}")
+            if message.digest is not None and message.digest not in available():
+                raise Validation(f"digest {message.digest!r} is not available here")
+            self._map(message, fds)
+        finally:
+            _close_all(fds)  # what was attached has been taken out of the list
+        if message.handles is not None:
+            self._learn_handles(link, message, plan, stall)
+        elif message.resident != self._resident_name:
+            raise Validation(f"the trainer's table of handles is {message.resident!r}, not ours")
+        if self._views_of != (plan.digest, self._resident_name):
+            self._views = chunk_views(plan, self._resident)
+            self._views_of = (plan.digest, self._resident_name)
+        return message.digest
+
+    def _map(self, welcome: wire.Welcome, fds: list[int]) -> None:
+        if sum(info.attached for info in welcome.segments) != len(fds):
+            raise Validation(f"{len(fds)} descriptors came with {welcome.segments}")
+        kept: dict[str, Segment] = {}
+        for info in welcome.segments:
+            if info.attached:
+                kept[info.key] = Segment.attach(fds.pop(0), nbytes=info.nbytes, key=info.key)
+            elif info.key in self._segments:
+                kept[info.key] = self._segments[info.key]
+            else:
+                raise Validation(f"segment {info.key} was not sent")
+        if len(kept) != len(welcome.segments):
+            raise Validation(f"a segment is named twice in {welcome.segments}")
+        for key, segment in self._segments.items():
+            if kept.get(key) is not segment:
+                segment.close()
+                self._forget()
+        self._segments = kept
+        self._order = list(kept.values())
+
+    def _learn_handles(self, link: Link, welcome: wire.Welcome, plan: Plan, stall: float) -> None:
+        self._forget()
+        table: dict[int, tuple[Segment, int]] = {}
+        while len(table) < (welcome.handles or 0):
+            message, _ = self._next(link, stall)
+            if not isinstance(message, wire.Handles) or not message.handles:
+                raise Validation(f"expected handles, got {message}")
+            for index, number, offset in message.handles:
+                if index >= len(plan.sizes) or number >= len(self._order) or index in table:
+                    raise Validation(f"handle of tensor {index} in segment {number} is impossible")
+                segment = self._order[number]
+                segment.view(offset, plan.sizes[index])
+                table[index] = (segment, offset)
+        self._resident, self._resident_name = table, welcome.resident
+
+    def _forget(self) -> None:
+        self._views, self._views_of = [], ("", "")
+        self._resident, self._resident_name = {}, ""
+
+    def _run(
+        self,
+        link: Link,
+        plan: Plan,
+        kind: str | None,
+        destination: Callable[[int], torch.Tensor],
+        landed: Callable[[list[int]], None],
+        stall: float,
+    ) -> StreamSummary:
+        queue = CopyQueue(self._waker, self.progress, digest=kind)
+        digests: list[int] = []
+        for chunk in self._views:
+            ready = self._await(link, wire.Ready, stall)
+            if ready.chunk != chunk.index:
+                raise Validation(f"chunk {ready.chunk} came where {chunk.index} was due")
+            self._place(chunk, ready)
+            for piece in chunk.pieces:
+                self._copy(queue, piece, destination(piece.tensor), plan, hashed=kind is not None)
+            value = queue.end_chunk()
+            self._copied, queue.copied = self._copied + queue.copied, 0
+            if value != ready.digest:
+                raise _mismatch(chunk, ready.digest, value)
+            if value is not None:
+                digests.append(value)
+            self._send(link, wire.Ack(chunk=chunk.index), stall)
+            if chunk.complete:
+                landed(chunk.complete.copy())
+        done = self._await(link, wire.Done, stall)
+        digest = None if kind is None else chain(digests)
+        nbytes = sum(plan.sizes)
+        if (done.chunks, done.nbytes, done.digest) != (len(self._views), nbytes, digest):
+            raise DigestMismatch(f"the trainer ended with {done}, this side with {digest}")
+        self._send(link, wire.Complete(chunks=done.chunks, digest=digest), stall)
+        return StreamSummary(nbytes=nbytes, chunks=done.chunks, digest=digest)
+
+    def _place(self, chunk: ChunkViews, ready: wire.Ready) -> None:
+        if not chunk.copied:
+            return
+        if not 0 <= ready.segment < len(self._order):
+            raise Validation(f"chunk {chunk.index} is said to be in segment {ready.segment}")
+        segment = self._order[ready.segment]
+        segment.view(ready.offset, chunk.nbytes)
+        chunk.settle(segment, ready.offset)
+
+    def _copy(
+        self, queue: CopyQueue, piece: PieceViews, target: torch.Tensor, plan: Plan, *, hashed: bool
+    ) -> None:
+        if target.nbytes != plan.sizes[piece.tensor] or not target.is_contiguous():
+            raise Validation(
+                f"the destination of tensor {piece.tensor} has {target.nbytes} bytes "
+                f"(contiguous: {target.is_contiguous()}), the plan {plan.sizes[piece.tensor]}",
+                tensor=str(piece.tensor),
+            )
+        if not piece.nbytes:
+            if hashed:
+                queue.add_bytes(piece.shared_bytes())
+            return
+        view = piece.view_like(target)
+        if hashed or not piece.whole:
+            raw = bytes_of(target.detach())
+            if not piece.whole:
+                target = raw = raw.narrow(0, piece.start, piece.nbytes)
+            if hashed:
+                queue.add_bytes(raw)
+        queue.add(target, view, piece.nbytes)
+
+    def _await(self, link: Link, kind: type[T], stall: float) -> T:
+        while True:
+            message, _ = self._next(link, stall)
+            if isinstance(message, kind):
+                return message
+            if not isinstance(message, wire.Alive):
+                raise Validation(f"expected {kind.__name__}, got {message}", replica=_SENDER)
+
+    def _next(
+        self, link: Link, stall: float, *, max_fds: int = 0
+    ) -> tuple[wire.ToReader, list[int]]:
+        try:
+            payload, fds = link.recv(deadline=time.monotonic() + stall, max_fds=max_fds)
+        except PhaseTimeout as error:
+            raise PhaseTimeout(
+                f"nothing from the trainer for {stall} s", replica=_SENDER
+            ) from error
+        self.progress.step(0)
+        try:
+            message = wire.decode_to_reader(payload, peer=_SENDER)
+        except Validation:
+            _close_all(fds)  # nobody else knows them
+            raise
+        if isinstance(message, wire.Failed):
+            _close_all(fds)
+            raise PeerLost.remote(f"the trainer gave up: {message.text}", replica=_SENDER)
+        return message, fds
+
+    def _send(self, link: Link, message: wire.Message, stall: float) -> None:
+        try:
+            link.send(wire.encode(message), deadline=time.monotonic() + stall)
+        except PeerLost:
+            while True:  # why the sender left is often still in the socket; ends by raising
+                self._next(link, stall)
+
+    def _tell(self, link: Link, error: BaseException) -> None:
+        try:
+            link.post(wire.failed(error))
+        except AiosyncError:
+            pass  # the link is broken, and that is the news itself
+
+    def _end_round(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def abort(self) -> None:
+        """See `transports.stream.Receiver.abort`.
+
+        Holds until `receive` has raised, or until `close`: also for a call that is only about to
+        begin.
+        """
+        self._waker.wake()
+        link = self._link
+        if link is not None:
+            link.shutdown()
+
+    def close(self) -> None:
+        """Drop the round's connection and a pending `abort`; the next `receive` works."""
+        self._end_round()
+        self._waker.reset()
+
+    def release(self) -> None:
+        """End for good: no mapping, no descriptors."""
+        self._end_round()
+        self._waker.close()
+        self._forget()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments, self._order = {}, []
+
+    def statistics(self) -> dict[str, Any]:
+        """Rounds, bytes copied, and what is mapped."""
+        return {
+            "rounds": self._rounds,
+            "bytes_copied": self._copied,
+            "segments": len(self._segments),
+            "mapped_nbytes": sum(segment.nbytes for segment in self._segments.values()),
+        }
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _mismatch(chunk: ChunkViews, sent: int | None, arrived: int | None) -> DigestMismatch:
+    first, last = chunk.pieces[0].tensor, chunk.pieces[-1].tensor
+    return DigestMismatch(
+        f"chunk {chunk.index} (tensors {first}..{last}) arrived with digest {arrived}, "
+        f"it was sent with {sent}",
+        tensor=str(first),
+        detail={"chunk": chunk.index, "tensor": first, "sent": sent, "arrived": arrived},
+    )
