@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Self, final
 
@@ -18,15 +19,15 @@ from aiosync.client_protocol import (
     capabilities_of,
     sync_client,
 )
-from aiosync.codec import JSON, decode_json, encode_json, media_type
+from aiosync.codec import encode_json
 from aiosync.connections import Connections, Endpoint
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import ProtocolMismatch, Validation
 from aiosync.ipc_handles import with_pickled_handles
-from aiosync.replies import read_reply
+from aiosync.replies import read_readiness, read_reply
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncGenerator, Mapping
     from pathlib import Path
 
     import aiohttp
@@ -237,31 +238,19 @@ class HTTPVLLMWeightSyncClient:
     async def ready(self, *, timeout: float | None = None) -> Readiness:
         """Whether the replica may serve: weights intact, not paused."""
         raw = await self._get("ready", timeout)
-        is_json = media_type(raw.headers.get("content-type")) == JSON
-        if raw.status == HTTPStatus.SERVICE_UNAVAILABLE and is_json:
-            message = decode_json(raw.body, dict[str, Any], what="reply")
-            if isinstance(message.get("reasons"), list):
-                return Readiness(False, [str(reason) for reason in message["reasons"]])
-        read_reply(raw, replica=self.name, phase="ready", needs="ready")
-        return Readiness(True)
+        return read_readiness(raw, replica=self.name)
 
-    async def events(self, since: int | None = None) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, since: int | None = None) -> AsyncGenerator[dict[str, Any], None]:
         """The server's transitions as dicts, first those after `since` that it still has.
 
         Ends when the server closes; one that is gone is noticed after a lease's time of silence.
         To leave early, ``aclose()`` the iterator.
         """
         query = {} if since is None else {"since": since}
-        lines = self._connections.lines(
-            "events", phase="events", silence=DEFAULTS.lease_s, query=query
-        )
-        async for line in lines:
-            try:
-                yield decode_json(line, dict[str, Any], what="event")
-            except Validation as error:
-                raise ProtocolMismatch(
-                    f"{self.name}/events: {error.message}", replica=self.name, phase="events"
-                ) from error
+        found = self._connections.objects("events", silence=DEFAULTS.lease_s, query=query)
+        async with aclosing(found):
+            async for event in found:
+                yield event
 
     # -- one call --------------------------------------------------------------------------------
 

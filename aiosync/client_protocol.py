@@ -90,9 +90,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         """What a peer that described itself can do; None is a stock one."""
         if peer is None:
             return cls()
-        return cls(
-            protocol=peer.protocol, features=peer.features, digests=peer.digests, peer=peer
-        )
+        return cls(protocol=peer.protocol, features=peer.features, digests=peer.digests, peer=peer)
 
 
 class Reply(msgspec.Struct, frozen=True):

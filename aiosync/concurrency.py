@@ -206,3 +206,57 @@ class Supervisor:
         for task in running:
             await task.wait(timeout=seconds)
         self._tasks.clear()
+
+
+@final
+class Milestone:
+    """Something that happens once: ``await it``, ``it.is_set()``, ``await it.wait()``."""
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    def __await__(self) -> Any:
+        return self._event.wait().__await__()
+
+
+async def hold_on(fn: Callable[[], Awaitable[None]], *, grace: float) -> None:
+    """Await ``fn()``; when cancelled meanwhile, give it `grace` seconds more to end by itself."""
+    done = anyio.Event()
+    scope = anyio.CancelScope(shield=True)  # the owner outlives a cancellation, by `grace`
+
+    async def owner() -> None:
+        try:
+            with scope:
+                await fn()
+        finally:
+            done.set()
+
+    async def waiter() -> None:
+        try:
+            await done.wait()
+        except BaseException:
+            with anyio.move_on_after(grace, shield=True):  # bounded by `grace`
+                await done.wait()
+            scope.cancel()
+            raise
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(owner)
+        group.start_soon(waiter)
+
+
+async def quietly(fn: Callable[[T], Awaitable[None]], arg: T) -> None:
+    """A heartbeat or a farewell: what it finds out it writes down, its failure is no news."""
+    try:
+        await fn(arg)
+    except Exception:
+        logger.debug("%s failed", getattr(fn, "__name__", fn), exc_info=True)

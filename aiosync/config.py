@@ -30,8 +30,9 @@ class WeightTransferConfig:
     lease_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.backend, str) or not self.backend:
-            raise Validation(f"backend must be a non-empty string, not {self.backend!r}")
+        backend: object = self.backend  # a config may come from JSON
+        if not isinstance(backend, str) or not backend:
+            raise Validation(f"backend must be a non-empty string, not {backend!r}")
         if self.sink not in SINKS:
             raise Validation(f"sink must be one of {', '.join(SINKS)}, not {self.sink!r}")
         if self.verify not in VERIFY:

@@ -12,14 +12,21 @@ import aiohttp
 import anyio
 import msgspec
 
-from aiosync.codec import JSON
+from aiosync.codec import JSON, decode_json
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import PeerLost, PhaseTimeout, ProtocolMismatch, Validation
+from aiosync.errors import (
+    AiosyncError,
+    PeerLost,
+    PhaseTimeout,
+    ProtocolMismatch,
+    RemoteError,
+    Validation,
+)
 from aiosync.replies import RawReply, read_error
 from aiosync.tokens import check_token, load_token
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
     from pathlib import Path
 
 _EXAMPLES = "http://host:port, http://[::1]:port or unix:///path/to.sock"
@@ -200,24 +207,31 @@ class Connections:
         except (aiohttp.ClientError, OSError) as error:
             self._lost(error, phase, route, timeout)
 
-    async def lines(
-        self, route: str, *, phase: str, silence: float, query: Mapping[str, Any]
-    ) -> AsyncIterator[bytes]:
-        """The lines of an endless answer; blank ones (heartbeats) are left out.
+    async def objects(
+        self, route: str, *, silence: float, query: Mapping[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The JSON objects of an endless answer, one per line; blank lines are heartbeats.
 
         Raises:
             PhaseTimeout: Nothing came for `silence` seconds.
             PeerLost, ProtocolMismatch, RemoteError: As for any call.
         """
+        server = self.endpoint.name
         try:
             async with self._request("GET", route, read_timeout=silence, params=query) as response:
                 if response.status != _OK:
-                    raw = await _read_body(response)
-                    raise read_error(raw, replica=self.endpoint.name, phase=phase)
+                    raise read_error(await _read_body(response), replica=server, phase=route)
                 async for line in _lines(response.content):
-                    yield line
+                    yield decode_json(line, dict[str, Any], what="line")
+        except Validation as error:
+            if isinstance(error, RemoteError):
+                raise
+            text = f"{server}/{route}: {error.message}"
+            raise ProtocolMismatch(text, replica=server, phase=route) from error
+        except AiosyncError:
+            raise  # some are OSErrors too
         except (aiohttp.ClientError, OSError) as error:
-            self._lost(error, phase, route, silence)
+            self._lost(error, route, route, silence)
 
     def _lost(self, error: Exception, phase: str, route: str, timeout: float) -> NoReturn:
         server = self.endpoint.name
@@ -265,7 +279,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     async for data in content.iter_any():
         *whole, rest = (rest + data).split(b"\n")
         if max(map(len, (*whole, rest))) > DEFAULTS.event_limit_bytes:
-            raise ProtocolMismatch(f"a line is longer than {DEFAULTS.event_limit_bytes} bytes")
+            raise Validation(f"a line is longer than {DEFAULTS.event_limit_bytes} bytes")
         for line in whole:
             if line.strip():
                 yield line

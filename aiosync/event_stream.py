@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from statemachines.events import Transition
-    from statemachines.hub import Subscription, TransitionHub
+    from statemachines.hub import TransitionHub
+    from statemachines.subscription import Subscription
 
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
@@ -34,9 +35,7 @@ class EventStreams:
         self._open.add(subscription)
         return self._parts(subscription, sse=sse)
 
-    async def _parts(
-        self, subscription: Subscription, *, sse: bool
-    ) -> AsyncGenerator[bytes, None]:
+    async def _parts(self, subscription: Subscription, *, sse: bool) -> AsyncGenerator[bytes, None]:
         try:
             while True:
                 transition = None

@@ -30,8 +30,8 @@ class Registry(Generic[T]):
         Raises:
             Validation: The name is taken, or a module path came without a class name.
         """
-        if not isinstance(name, str) or not name:
-            raise Validation(f"a backend needs a non-empty name, not {name!r}")
+        if not name:
+            raise Validation("a backend needs a non-empty name")
         if name in self._entries:
             raise Validation(f"{self._what} backend {name!r} is registered already")
         if isinstance(module_path_or_cls, str):

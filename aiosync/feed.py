@@ -15,7 +15,7 @@ import torch
 
 from aiosync import passes
 from aiosync.metadata import dtype_name, validate_metadata
-from aiosync.module_layout import is_dtensor
+from aiosync.module_layout import compact, is_dtensor
 from aiosync.sources import WeightSource
 from statemachines.errors import Validation
 
@@ -171,7 +171,7 @@ class _Checker:
             raise Validation(f"{name} (position {at}): {problem}", tensor=name)
         self._positions[name] = at
         self._next = at + 1
-        return index, tensor.detach().resolve_conj().resolve_neg().contiguous()
+        return index, compact(tensor.detach().resolve_conj().resolve_neg())
 
     def finish(self) -> None:
         if self._next < len(self._owned):

@@ -15,9 +15,9 @@ from statemachines.tables import State
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator
 
-    from aiosync.concurrency import Task
+    from aiosync.concurrency import Milestone, Task
     from aiosync.report import Report
-    from aiosync.round import Milestone, Round
+    from aiosync.round import Round
     from aiosync.version import Version
 
 logger = logging.getLogger(__name__)

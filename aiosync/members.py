@@ -28,18 +28,20 @@ class MemberLink:
 
     def __init__(self, name: str, client: Any) -> None:
         self.name = name
-        self.client = adapt_client(client)
+        self.client: Any = adapt_client(client)
         self.capabilities: Capabilities = STOCK
         self.peer: PeerState | None = None
         self.epoch = 0
         self.known_incarnation: str | None = None
         """The incarnation our init was answered by; another one means the worker restarted."""
         self.progress_at = time.monotonic()
-        self.outcome = "failed"
+        self.outcome = "pending"
+        """Of the round: pending, aborted (confirmed), failed, committed, or unknown."""
+        self.answered: str | None = None
+        """The last phase whose call came back."""
         self.phase: str | None = None
         self.error: str | None = None
         self.seconds = 0.0
-        self.known_error: BaseException | None = None
 
     @property
     def speaks_ours(self) -> bool:
@@ -48,8 +50,9 @@ class MemberLink:
 
     def begin_round(self) -> None:
         """Forget what the last round left here."""
-        self.outcome = "failed"
-        self.phase = self.error = self.known_error = None
+        self.outcome = "pending"
+        self.answered = self.phase = self.error = None
+        self.progress_at = time.monotonic()
         self.seconds = 0.0
 
     @property
@@ -153,7 +156,7 @@ async def fan_out(
         link.phase = phase
         try:
             results[link.name] = await call(link)
-            link.error = None
+            link.error, link.answered = None, phase
         except Exception as error:  # noqa: BLE001  collected; raised below as one exception
             cause = collapse(error)
             if isinstance(cause, AiosyncError):
@@ -161,7 +164,6 @@ async def fan_out(
             else:
                 cause.add_note(f"replica {link.name}, phase {phase}")
             link.error = f"{type(cause).__name__}: {getattr(cause, 'message', cause)}"
-            link.known_error = cause
             failures.append(cause)
         finally:
             link.seconds += time.monotonic() - began

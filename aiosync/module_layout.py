@@ -147,6 +147,21 @@ def _describe(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Par
     )
 
 
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, with the strides that a view as bytes needs; copies only what is strided.
+
+    torch calls a dimension of size one contiguous whatever its stride, but then refuses to view
+    the tensor as bytes.
+    """
+    tensor = tensor.contiguous()
+    strides, step = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    plain = tuple(reversed(strides))
+    return tensor if tensor.stride() == plain else tensor.as_strided(tensor.shape, plain)
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether the tensor is sharded over a device mesh."""
     return hasattr(tensor, "full_tensor") and hasattr(tensor, "device_mesh")

@@ -82,5 +82,5 @@ def _is_async(method: Callable[..., Any]) -> bool:
 
 def bare_of(cls: type, step: str) -> Callable[..., Any]:
     """The bare method of a step, without the life cycle."""
-    method: Callable[..., Any] = getattr(cls, step)
-    return inspect.unwrap(method)
+    bare: Callable[..., Any] = inspect.unwrap(getattr(cls, step))
+    return bare

@@ -47,7 +47,7 @@ class ClientProxy:
         await engine.machine.pass_gates(Trigger.COMPLETE)
         label = weight_version
         if label is None and round is not None:
-            label = str(this.version.label)
+            label = this.label
         await self._all("finish", "finish_weight_update", label)
         if this is not None:
             engine.committed(this)

@@ -26,7 +26,8 @@ async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:
         header = None
         if link.speaks_ours:
             header = RoundHeader(protocol=PROTOCOL, owner=engine.owner, lease_s=engine.lease_s)
-        await link.call("init_weight_transfer_engine", dict(payload), header=header)
+        info = {**payload, **engine.member_payload(link)}
+        await link.call("init_weight_transfer_engine", info, header=header)
         if link.speaks_ours and link.peer is not None:
             link.epoch = link.peer.epoch
             link.known_incarnation = link.peer.incarnation

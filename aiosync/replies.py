@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aiosync.client_protocol import Reply
+from aiosync.client_protocol import Readiness, Reply
 from aiosync.codec import convert, decode_json
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, ProtocolMismatch, Validation
@@ -139,6 +139,19 @@ def _sub_results(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _odd(raw: RawReply, problem: str) -> ProtocolMismatch:
     return ProtocolMismatch(f"{raw.url} gave {problem}: {raw.describe()}")
+
+
+def read_readiness(raw: RawReply, *, replica: str) -> Readiness:
+    """The answer of ``/ready``, whose 503 is an answer too."""
+    if raw.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        try:
+            reasons = decode_json(raw.body, dict[str, Any]).get("reasons")
+        except Validation:
+            reasons = None  # the 503 of somebody else
+        if isinstance(reasons, list):
+            return Readiness(False, [str(reason) for reason in reasons])
+    read_reply(raw, replica=replica, phase="ready", needs="ready")
+    return Readiness(True)
 
 
 def read_error(raw: RawReply, *, replica: str, phase: str) -> AiosyncError:

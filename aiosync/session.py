@@ -217,8 +217,13 @@ class Session:
             return RoundCancelled("the round is over", round=self.number)
         if isinstance(cause, AiosyncError):
             # A fresh object: one exception raised in several tasks would share its traceback.
-            fields = {"phase": cause.phase, "tensor": cause.tensor, "round": cause.round}
-            return type(cause)(cause.message, weights=cause.weights, **fields)
+            return cause.kind(
+                cause.message,
+                phase=cause.phase,
+                tensor=cause.tensor,
+                round=cause.round,
+                weights=cause.weights,
+            )
         if isinstance(cause, Exception):
             return PeerLost(f"the round ended with {type(cause).__name__}: {cause}")
         return RoundCancelled("the worker stopped during the round", round=self.number)

@@ -16,6 +16,7 @@ import torch
 
 from aiosync.errors import Busy, Coverage, InvalidTransition, Torn, Validation
 from aiosync.metadata import first_few, meta_nbytes, validate_metadata
+from aiosync.module_layout import compact
 from aiosync.targets import Destinations, find_destinations, model_tensors
 from statemachines.tables import Weights
 
@@ -254,7 +255,7 @@ def _bit_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return compact(tensor).reshape(-1).view(torch.uint8)
 
 
 def _refuse_awaitable(result: object, what: str) -> None:

@@ -108,13 +108,7 @@ class InPlaceSink(Sink):
         self._tied = {index for pair in found.ties for index in pair}
 
     def _direct(self, tensor: torch.Tensor) -> bool:
-        return (
-            tensor.device == self.device
-            and tensor.is_contiguous()
-            and not tensor.is_inference()
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-        )
+        return tensor.device == self.device and tensor.is_contiguous() and not tensor.is_inference()
 
     def _destination(self, index: int) -> torch.Tensor:
         targets = self._found.writes[index]

@@ -14,6 +14,7 @@ from torch import nn
 
 from aiosync.metadata import layerwise_groups
 from aiosync.module_layout import (
+    compact,
     full_piece,
     is_resident,
     lay_out,
@@ -186,7 +187,11 @@ class ModuleSource(WeightSource):
             return {}
         live = live_tensors(self.module)
         found = ((m, live.get(self._layout.keys[m.name])) for m in self.metadata)
-        return {m.name: t.detach() for m, t in found if t is not None and is_resident(t, m)}
+        return {
+            meta.name: compact(tensor.detach())
+            for meta, tensor in found
+            if tensor is not None and is_resident(tensor, meta)
+        }
 
     @cached_property
     def _layout(self) -> Layout:

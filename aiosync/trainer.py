@@ -35,8 +35,6 @@ from statemachines.tables import ENGINE, State, Trigger
 from transports.lane import Lane
 
 if TYPE_CHECKING:
-    from transports.planning import Plan
-
     from aiosync.admission import Next
     from aiosync.members import MemberLink
     from aiosync.report import Report
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
     from aiosync.version import Version
     from statemachines.hub import TransitionHub
     from transports.lane import LaneFactory, LaneLike
+    from transports.planning import Plan
     from transports.stream import StreamSummary
 
 Init = TypeVar("Init")
@@ -157,6 +156,10 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
     def get_worker_init_payload(self) -> dict[str, Any]:
         """The init info that workers get."""
         raise NotImplementedError(f"{type(self).__name__} must say what its workers need")
+
+    def member_payload(self, link: MemberLink) -> dict[str, Any]:
+        """What one member's init info has beyond the common part (a rank, a name)."""
+        return {}
 
     def check_peers(self) -> None:
         """Judge what the members answered to the probe, before init; raises to refuse."""
@@ -315,7 +318,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         self.dispose()
         if self._lane is not None:
             self._lane.close()
-        if self.state is not State.CLOSED:
+        if self.machine.may(Trigger.CLOSE):
             self.machine.fire(Trigger.CLOSE)
         self._wake_all()
 
@@ -404,7 +407,8 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
 
     async def _run(self, round: Round) -> Report:
         try:
-            return await round.run()
+            report: Report = await round.run()
+            return report
         finally:
             self.last_report = round.report
             self.admission.free()

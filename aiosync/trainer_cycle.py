@@ -82,4 +82,4 @@ def watched_init(method: Any) -> Any:
             engine.machine.fire(Trigger.INITIALIZE)
         return engine
 
-    return classmethod(trainer_init)
+    return classmethod(trainer_init)  # type: ignore[arg-type] # functools.wraps hides the type

@@ -135,10 +135,9 @@ class WorkerCycle:
             if self.ownership.outcome is not None:
                 raise self.ownership.outcome
             return  # the same call again: the round was committed
-        if weight_version is not None and not isinstance(weight_version, str):
-            raise Validation(
-                f"weight_version must be a str or None, not {weight_version!r}", phase="finish"
-            )
+        label: Any = weight_version  # a caller by hand may pass an int
+        if not isinstance(label, str | None):
+            raise Validation(f"weight_version must be a str or None, not {label!r}", phase="finish")
         session = self._open_session("finish")
         commit = functools.partial(self._commit, bare, session, weight_version)
         await session.do(commit, key="finish")

@@ -83,7 +83,7 @@ class AiosyncError(Exception):
     @classmethod
     def remote(cls, message: str = "", **fields: Any) -> Self:
         """The form of this kind that a peer reported: also a `RemoteError`."""
-        variant: type[Self] = cls._on_side(RemoteError)
+        variant: type[Self] = cls.kind._on_side(RemoteError)  # noqa: SLF001  own class
         return variant(message, **fields)
 
     @classmethod

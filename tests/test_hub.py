@@ -257,6 +257,7 @@ async def test_a_cancelled_read_loses_nothing():
             await subscription.receive()
     assert scope.cancelled_caught
     assert seen + waiting(subscription) == [1, 2]
+    assert not subscription._wakeups
 
 
 @pytest.mark.anyio
@@ -333,6 +334,15 @@ async def test_a_reader_sees_what_another_thread_published():
             await anyio.to_thread.run_sync(publish, hub, 1)
             await anyio.to_thread.run_sync(hub.close)
     assert seen == [1]
+
+
+@pytest.mark.anyio
+async def test_an_event_is_never_set_from_another_thread():
+    wakeup = Wakeup()
+    await anyio.to_thread.run_sync(wakeup.wake)
+    assert not wakeup._event.is_set()
+    wakeup.wake()
+    assert wakeup._event.is_set()
 
 
 def test_waking_a_waiter_whose_loop_is_gone_is_not_an_error():

@@ -377,13 +377,13 @@ async def test_a_state_that_is_left_again_was_reached():
     machine = StateMachine(ENGINE, name="weights", role="worker")
     reached = []
 
-    async def wait(state):
-        reached.append(await machine.wait_for(state))
+    async def wait(*states):
+        reached.append(await machine.wait_for(*states))
 
     with anyio.fail_after(10):
         async with anyio.create_task_group() as group:
             group.start_soon(wait, "updating")
-            group.start_soon(wait, "initialized")
+            group.start_soon(wait, "initialized", "failed")
             await wait_all_tasks_blocked()
             for trigger in ("initialize", "start", "fail", "close"):
                 machine.fire(trigger)

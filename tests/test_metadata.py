@@ -62,7 +62,7 @@ def test_shape_is_a_tuple_and_the_dataclass_is_frozen():
     ],
 )
 def test_contradictions_are_value_errors_with_the_name(bad):
-    with pytest.raises(Validation, match="^w: ") as caught:
+    with pytest.raises(Validation, match=r"^w: ") as caught:
         meta(**bad)
     assert isinstance(caught.value, ValueError)
     assert caught.value.tensor == "w"

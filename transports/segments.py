@@ -240,11 +240,11 @@ def _seal(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
-def _seals(fd: int) -> int | None:
+def _is_memfd(fd: int) -> bool:
     try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except (OSError, AttributeError):
-        return None  # not a memfd, or no seals on this system
+        return str(Path(f"/proc/self/fd/{fd}").readlink()).startswith("/memfd:")
+    except OSError:
+        return False  # no procfs, so no Linux
 
 
 def _checked_size(fd: int, announced: int | None) -> int:
@@ -255,7 +255,7 @@ def _checked_size(fd: int, announced: int | None) -> int:
         raise Validation(f"segment of {status.st_size} bytes was announced as {announced}")
     if not 0 < status.st_size <= _LARGEST:
         raise Validation(f"segment of {status.st_size} bytes")
-    seals = _seals(fd)
-    if seals is not None and not seals & fcntl.F_SEAL_SHRINK:
+    # Plain files of a peer without memfd_create cannot be sealed and are taken as they are.
+    if _is_memfd(fd) and not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise Validation("segment is not sealed against shrinking")
     return status.st_size

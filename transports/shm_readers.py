@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 _PENDING_LIMIT = 64
 
 
+def check_stall(stall: float) -> None:
+    """Raise `Validation` unless `stall` is a finite, positive number of seconds."""
+    if isinstance(stall, bool) or not isinstance(stall, (int, float)):
+        raise Validation(f"stall must be seconds, not {stall!r}")
+    if not 0 < stall < float("inf"):
+        raise Validation(f"stall must be positive and finite, not {stall!r}")
+
+
 @final
 class Reader:
     """One connected reader.

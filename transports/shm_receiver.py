@@ -10,12 +10,13 @@ from statemachines.errors import AiosyncError, InvalidTransition, Validation
 from transports import shm_messages as wire
 from transports.chunk_copy import CopyQueue, bytes_of, chunk_views
 from transports.digest import available, chain
-from transports.errors import DigestMismatch, PeerLost, PhaseTimeout, TransportAborted
+from transports.errors import DigestMismatch, PeerLost, PhaseTimeout
 from transports.links import FDS_LIMIT, Link
 from transports.planning import ALIGNED
 from transports.segments import Segment
-from transports.shm_sender import check_stall
+from transports.shm_readers import check_stall
 from transports.stream import Progress, StreamSummary
+from transports.turn import Turn
 from transports.waker import Waker
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class ShmReceiver:
         self._address = address
         self._token = token
         self._waker = Waker()
+        self._turn = Turn(self._waker)
+        self._released = False
         self._link: Link | None = None
         self._segments: dict[str, Segment] = {}
         self._order: list[Segment] = []
@@ -79,33 +82,22 @@ class ShmReceiver:
             Validation: The sender refuses this reader, or says what cannot be right; or a
                 destination does not fit its tensor.
         """
-        if self._link is not None:
-            raise InvalidTransition("this receiver is receiving already")
+        if self._released:
+            raise InvalidTransition("this receiver is released")
         check_stall(stall)
         if plan.rule != ALIGNED:
             raise Validation(f"shared memory needs a plan by rule {ALIGNED!r}, not {plan.rule!r}")
-        try:
+        with self._turn.call("receive", round, failed=self._failed):
             self._waker.check()
-            self._link = Link.connect(
-                self._address, waker=self._waker, deadline=time.monotonic() + stall, peer=_SENDER
+            deadline = time.monotonic() + stall
+            link = self._link = Link.connect(
+                self._address, waker=self._waker, deadline=deadline, peer=_SENDER
             )
-            kind = self._enter(self._link, plan, round, stall)
-            summary = self._run(self._link, plan, kind, destination, landed, stall)
-        except BaseException as error:  # re-raised; the sender hears of it first
-            aborted = self._waker.woken
-            if self._link is not None and not aborted:
-                self._tell(self._link, error)
+            kind = self._enter(link, plan, round, stall)
+            summary = self._run(link, plan, kind, destination, landed, stall)
             self._end_round()
-            if aborted:
-                self._waker.reset()  # delivered: the next round is not meant
-                if isinstance(error, (PeerLost, PhaseTimeout)):
-                    raise TransportAborted("told to stop", phase="receive", round=round) from error
-            if isinstance(error, AiosyncError):
-                error.locate(phase="receive", round=round)
-            raise
-        self._end_round()
-        self._rounds += 1
-        return summary
+            self._rounds += 1
+            return summary
 
     def _enter(self, link: Link, plan: Plan, round: int, stall: float) -> str | None:
         hello = wire.Hello(
@@ -278,11 +270,13 @@ class ShmReceiver:
             while True:  # why the sender left is often still in the socket; ends by raising
                 self._next(link, stall)
 
-    def _tell(self, link: Link, error: BaseException) -> None:
-        try:
-            link.post(wire.failed(error))
-        except AiosyncError:
-            pass  # the link is broken, and that is the news itself
+    def _failed(self, error: BaseException, aborted: bool) -> None:
+        if self._link is not None and not aborted:
+            try:
+                self._link.post(wire.failed(error))
+            except AiosyncError:
+                pass  # the link is broken, and that is the news itself
+        self._end_round()
 
     def _end_round(self) -> None:
         link, self._link = self._link, None
@@ -301,12 +295,25 @@ class ShmReceiver:
             link.shutdown()
 
     def close(self) -> None:
-        """Drop the round's connection and a pending `abort`; the next `receive` works."""
+        """Drop the round's connection and a pending `abort`; the next `receive` works.
+
+        From any thread; a call that is still running is aborted, and closes when it ends.
+        """
+        self._turn.now_or_afterwards(self._drop, self.abort)
+
+    def _drop(self) -> None:
         self._end_round()
         self._waker.reset()
 
     def release(self) -> None:
-        """End for good: no mapping, no descriptors."""
+        """End for good: no mapping, no descriptors.
+
+        From any thread; a call that is still running is aborted, and releases when it ends.
+        """
+        self._turn.now_or_afterwards(self._dispose, self.abort)
+
+    def _dispose(self) -> None:
+        self._released = True
         self._end_round()
         self._waker.close()
         self._forget()

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from statemachines.errors import AiosyncError, InvalidTransition, Validation
+from statemachines.errors import InvalidTransition, Validation
 from transports import shm_messages as wire
 from transports.chunk_copy import CopyQueue, bytes_of
 from transports.digest import available, chain
-from transports.errors import PeerLost, PhaseTimeout, TransportAborted
 from transports.listener import Listener
 from transports.segments import ALIGNMENT
 from transports.sender_memory import SenderMemory
-from transports.shm_readers import Readers
+from transports.shm_readers import Readers, check_stall
 from transports.stream import Progress, StreamSummary
+from transports.turn import Turn
 from transports.waker import Waker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -75,6 +74,8 @@ class ShmSender:
         self._kind = digest
         self._shared = tuple(shared)
         self._waker = Waker()
+        self._turn = Turn(self._waker)
+        self._released = False
         self._listener = Listener()
         self.address = self._listener.address
         self._rounds = 0
@@ -115,11 +116,13 @@ class ShmSender:
             Validation: The plan does not fit this sender or the resident tensors.
             OutOfSharedMemory: There is no room for the buffers.
         """
+        if self._released:
+            raise InvalidTransition("this sender is released")
         if self._readers is not None:
             raise InvalidTransition(f"round {self._round} is still open", round=self._round)
         check_stall(stall)
         _check_int("readers", readers, 1, 1 << 16)
-        with self._phase("open", round):
+        with self._turn.call("open", round, failed=self._failed):
             self._waker.check()
             self._memory.prepare(plan)
             self._round, self._sizes = round, plan.sizes
@@ -146,7 +149,7 @@ class ShmSender:
             Validation: Out of order, of another size than planned, or not where `set_resident`
                 said; names the index.
         """
-        with self._phase("write", self._round):
+        with self._turn.call("write", self._round, failed=self._failed):
             readers = self._connected()
             done = 0
             while done < len(batch):
@@ -220,7 +223,7 @@ class ShmSender:
             Validation: Not every tensor of the plan was written.
             DigestMismatch: A reader arrived at other bytes.
         """
-        with self._phase("finish", self._round):
+        with self._turn.call("finish", self._round, failed=self._failed):
             readers = self._connected()
             if self._chunk < len(self._memory.chunks):
                 missing = self._memory.chunks[self._chunk].pieces[self._piece].tensor
@@ -234,24 +237,11 @@ class ShmSender:
             self._end_round()
             return StreamSummary(nbytes=nbytes, chunks=self._chunk, digest=digest)
 
-    @contextmanager
-    def _phase(self, phase: str, round: int) -> Iterator[None]:
-        """Whatever goes wrong ends the round: readers are told, connections dropped."""
-        try:
-            yield
-        except BaseException as error:  # re-raised; a half-written round is of no use to anybody
-            aborted = self._waker.woken
-            if self._readers is not None and not aborted:
-                self._readers.fail(error)
-            self._end_round()
-            if aborted:
-                # Delivered: the next round is not meant.
-                self._waker.reset()
-                if isinstance(error, (PeerLost, PhaseTimeout)):
-                    raise TransportAborted("told to stop", phase=phase, round=round) from error
-            if isinstance(error, AiosyncError):
-                error.locate(phase=phase, round=round)
-            raise
+    def _failed(self, error: BaseException, aborted: bool) -> None:
+        # Half a round is of no use to anybody: readers are told, and connections dropped.
+        if self._readers is not None and not aborted:
+            self._readers.fail(error)
+        self._end_round()
 
     def _connected(self) -> Readers:
         self._waker.check()
@@ -279,12 +269,25 @@ class ShmSender:
             readers.shutdown()
 
     def close(self) -> None:
-        """Drop this round's connections and a pending `abort`; the next `open` works."""
+        """Drop this round's connections and a pending `abort`; the next `open` works.
+
+        From any thread; a call that is still running is aborted, and closes when it ends.
+        """
+        self._turn.now_or_afterwards(self._drop, self.abort)
+
+    def _drop(self) -> None:
         self._end_round()
         self._waker.reset()
 
     def release(self) -> None:
-        """End for good: no address, no memory, no descriptors."""
+        """End for good: no address, no memory, no descriptors.
+
+        From any thread; a call that is still running is aborted, and releases when it ends.
+        """
+        self._turn.now_or_afterwards(self._dispose, self.abort)
+
+    def _dispose(self) -> None:
+        self._released = True
         self._end_round()
         self._listener.close()
         self._waker.close()
@@ -301,14 +304,6 @@ class ShmSender:
             "buffer_nbytes": 0 if segment is None else segment.nbytes,
             "round": self._round if self._readers is not None else None,
         }
-
-
-def check_stall(stall: float) -> None:
-    """Raise `Validation` unless `stall` is a finite, positive number of seconds."""
-    if isinstance(stall, bool) or not isinstance(stall, (int, float)):
-        raise Validation(f"stall must be seconds, not {stall!r}")
-    if not 0 < stall < float("inf"):
-        raise Validation(f"stall must be positive and finite, not {stall!r}")
 
 
 def _check_int(name: str, value: int, low: int, high: int) -> None:

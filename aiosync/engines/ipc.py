@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import msgspec
-from transports.digest import available as available_digests
-from transports.planning import ALIGNED, plan_chunks
 
 from aiosync.config import TrainerInitInfo, WeightTransferInitInfo, WeightTransferUpdateInfo
 from aiosync.defaults import DEFAULTS
@@ -23,18 +21,22 @@ from aiosync.metadata import from_wire, meta_nbytes, metadata_digest, to_wire
 from aiosync.streaming import stream_in, stream_out
 from aiosync.trainer import TrainerWeightTransferEngine
 from aiosync.worker import WeightTransferEngine
+from transports.digest import available as available_digests
+from transports.planning import ALIGNED, plan_chunks
 from transports.shared_memory import ShmReceiver, ShmSender
 from transports.sharing import share_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transports.planning import Plan
+    import torch
 
     from aiosync.feed import SourceFeed
+    from aiosync.members import MemberLink
     from aiosync.metadata import ParamMeta
     from aiosync.round import Round
     from statemachines.hub import TransitionHub
+    from transports.planning import Plan
     from transports.sharing import SharedStorage
     from transports.stream import StreamSummary
 
@@ -78,6 +80,7 @@ class IPCWeightTransferInitInfo(
     packed: bool = False
     address: str
     token: str
+    reader: str
     buffer_size_bytes: int
     digest: str | None = None
 
@@ -154,6 +157,7 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
         self._digest: str | None = None
         self._sender: ShmSender | None = None
         self._announced: dict[str, str] = {}
+        self._bytes_before = 0
         self._metadata_digest: tuple[SourceFeed, str] | None = None
 
     @classmethod
@@ -215,6 +219,9 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
             "digest": self._digest,
         }
 
+    def member_payload(self, link: MemberLink) -> dict[str, Any]:
+        return {"reader": link.name}  # so that the data plane names members as reports do
+
     def make_plan(self, feed: SourceFeed) -> Plan:
         wire = from_wire(*to_wire(feed.metadata))  # owners and meshes are the trainer's own
         self._metadata_digest = (feed, metadata_digest(wire))
@@ -242,6 +249,7 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
         feed, plan = round.validated()
         sender = self._sender
         assert sender is not None  # made by init
+        self._bytes_before = sender.progress.nbytes
         sender.set_resident(self._resident(feed))
         summary = await stream_out(
             feed,
@@ -260,26 +268,29 @@ class IPCTrainerWeightTransferEngine(TrainerWeightTransferEngine[IPCTrainerInitI
 
     def _resident(self, feed: SourceFeed) -> dict[int, tuple[Any, int]]:
         """Handles of the tensors that workers can read where they are."""
-        live = getattr(self.source, "resident", dict)() if self.shared else {}
-        if not live:
+        resident = getattr(self.source, "resident", None)
+        if not self.shared or resident is None:
             return {}
+        live: dict[str, torch.Tensor] = resident()
         found: dict[int, tuple[Any, int]] = {}
         for index, meta in enumerate(feed.metadata):
-            tensor = live.get(meta.name)
-            for storage in self.shared if tensor is not None else ():
-                place = storage.locate(tensor)
+            if meta.name not in live:
+                continue
+            for storage in self.shared:
+                place = storage.locate(live[meta.name])
                 if place is not None:
                     found[index] = place
         return found
 
     def dispose(self) -> None:
         sender, self._sender = self._sender, None
+        self._bytes_before = 0
         self._announced.clear()
         if sender is not None:
             sender.release()
 
     def sent_bytes(self) -> int:
-        return self._sender.progress.nbytes if self._sender is not None else 0
+        return self._sender.progress.nbytes - self._bytes_before if self._sender else 0
 
     def progress_at(self) -> float:
         return self._sender.progress.at if self._sender is not None else super().progress_at()
@@ -298,13 +309,14 @@ class IPCWeightTransferEngine(
 
     _receiver: ShmReceiver | None = None
     _info: IPCWeightTransferInitInfo | None = None
+    _bytes_before = 0
     _known: tuple[str, list[ParamMeta], Plan] | None = None
 
     def init_transfer_engine(self, init_info: IPCWeightTransferInitInfo) -> None:
         self._info = init_info
         self._known = None
         self._receiver = ShmReceiver(
-            address=init_info.address, token=init_info.token, name=self.name
+            address=init_info.address, token=init_info.token, name=init_info.reader
         )
 
     async def start_weight_update(self) -> None:
@@ -314,6 +326,7 @@ class IPCWeightTransferEngine(
         receiver = self._receiver
         assert receiver is not None  # the machine is initialised
         metadata, plan = self._announced(update_info)
+        self._bytes_before = receiver.progress.nbytes
         sink = self.sink
         aliases = update_info.aliases
         await stream_in(
@@ -354,6 +367,7 @@ class IPCWeightTransferEngine(
 
     def shutdown(self) -> None:
         receiver, self._receiver = self._receiver, None
+        self._bytes_before = 0
         self._known = None
         if receiver is not None:
             receiver.release()
@@ -363,7 +377,7 @@ class IPCWeightTransferEngine(
             self._receiver.abort()
 
     def received_bytes(self) -> int:
-        return self._receiver.progress.nbytes if self._receiver is not None else 0
+        return self._receiver.progress.nbytes - self._bytes_before if self._receiver else 0
 
     def progress_at(self) -> float:
         return self._receiver.progress.at if self._receiver is not None else time.monotonic()

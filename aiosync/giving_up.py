@@ -1,0 +1,91 @@
+"""Leaving a round that began: tell the members, then flip, then say what each one holds.
+
+By the time this runs the data plane has been aborted by its lane. The flip is synchronous and
+last: ``abort`` when every member confirmed that it is whole and the channel can carry another
+round, ``fail`` otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+
+from aiosync.concurrency import first_line, quietly, run_to_end
+from aiosync.watchable import BUSY
+from statemachines.tables import State, Trigger, Weights
+
+if TYPE_CHECKING:
+    from aiosync.members import MemberLink
+    from aiosync.round import Round
+
+
+async def give_up(round: Round, cause: BaseException) -> None:
+    """End the round because of `cause`, within half of the clean-up budget.
+
+    The other half belongs to the lane that had to be aborted before.
+    """
+    machine = round.engine.machine
+    if machine.state not in BUSY:
+        return
+    try:
+        if not round.sent_finish:
+            await run_to_end(lambda: abort_members(round, cause), seconds=round.budget.cleanup / 2)
+    finally:
+        _flip(round, cause)
+
+
+async def abort_members(round: Round, cause: BaseException) -> None:
+    """Have every member that knows how give the round up; its state then confirms it."""
+    reason = f"{type(cause).__name__}: {first_line(cause)}"[:500]
+
+    async def one(link: MemberLink) -> None:
+        before = link.phase, link.error
+        await link.call("abort_weight_update", reason, header=round.header(link))
+        link.phase, link.error = before
+        if link.peer is not None and link.peer.state not in BUSY:
+            link.outcome = "aborted"
+
+    async with anyio.create_task_group() as group:
+        for link in round.links:
+            if link.supports("abort"):
+                group.start_soon(quietly, one, link)
+
+
+def _flip(round: Round, cause: BaseException) -> None:
+    engine = round.engine
+    if round.sent_finish and all(link.outcome == "committed" for link in round.links):
+        # Cancelled, or out of time, while the last answer was on its way: it is committed.
+        engine.committed(round)
+        engine.machine.fire(Trigger.COMPLETE, weights=Weights.INTACT, **round.facts())
+        return
+    confirmed = all(
+        link.outcome == "aborted"
+        and link.peer is not None
+        and link.peer.weights == Weights.INTACT
+        and link.peer.state == State.INITIALIZED
+        for link in round.links
+    )
+    usable = confirmed and engine.reusable_after_abort and engine.channel_healthy()
+    engine.machine.fire(
+        Trigger.ABORT if usable else Trigger.FAIL,
+        phase=round.phase,
+        error=cause,
+        weights=worst_weights(round),
+        **round.facts(),
+    )
+
+
+def worst_weights(round: Round) -> Weights:
+    """The least that can be said of all members' weights."""
+    states = {_weights_of(link) for link in round.links}
+    for worst in (Weights.UNKNOWN, Weights.TORN):
+        if worst in states:
+            return worst
+    return Weights.INTACT
+
+
+def _weights_of(link: MemberLink) -> Weights:
+    if link.outcome == "unknown" or link.peer is None:
+        return Weights.UNKNOWN
+    return Weights(link.peer.weights)

@@ -1,0 +1,55 @@
+"""While bytes move: keep the members' leases alive, and notice when nothing moves any more."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import anyio
+
+from aiosync.concurrency import quietly
+from aiosync.errors import PhaseTimeout
+
+if TYPE_CHECKING:
+    from aiosync.members import MemberLink
+    from aiosync.round import Round
+
+
+async def send_heartbeats(round: Round) -> None:
+    """Renew every lease each third of it, and learn of progress made behind an open call."""
+    pause = min(round.engine.lease_s, round.budget.stall) / 3
+    able = [link for link in round.links if link.supports("status")]
+
+    async def beat(link: MemberLink) -> None:
+        with anyio.move_on_after(pause):
+            await link.call("weight_update_status", header=round.header(link))
+
+    while able:
+        await anyio.sleep(pause)
+        async with anyio.create_task_group() as group:
+            for link in able:
+                group.start_soon(quietly, beat, link)
+
+
+async def watch_stall(round: Round) -> None:
+    """End the round once neither the data plane nor any member has moved for ``budget.stall``.
+
+    Raises:
+        PhaseTimeout: Names the members that have not answered.
+    """
+    began = time.monotonic()
+    stall = round.budget.stall
+    tick = min(stall / 10, 1.0)
+    while True:
+        await anyio.sleep(tick)
+        members = (link.progress_at for link in round.links)
+        latest = max(began, round.engine.progress_at(), *members)
+        # The data plane times a silent peer itself and names it; this is for all the rest.
+        if time.monotonic() - latest > stall + 2 * tick:
+            waiting = [link.name for link in round.links if link.answered != "update"]
+            raise PhaseTimeout(
+                f"no progress for {stall:g} s; waiting for {', '.join(waiting)}",
+                replica=waiting[0] if len(waiting) == 1 else None,
+                phase="update",
+                round=round.number,
+            )

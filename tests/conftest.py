@@ -1,0 +1,131 @@
+"""What every test is watched for: a blocked event loop, and things left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from blockbuster import BlockBuster
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("aiosync", "transports", "statemachines")
+# A mutex that somebody holds for a few instructions is no blocking call; one held this long is.
+MUTEX_SECONDS = 0.2
+# Helpers of multiprocessing that live as long as the process, and are not ours to end.
+LASTING_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def _package(name: str) -> ModuleType:
+    """Stands for a package's folder, so that a broken import fails its own tests only."""
+    module = ModuleType(name)
+    module.__path__ = [str(ROOT / name) + os.sep]
+    return module
+
+
+def _lock_is_free_soon(lock, blocking=True, timeout=-1) -> bool:
+    if not blocking or timeout == 0 or not lock.locked():
+        return True
+    if not lock.acquire(True, MUTEX_SECONDS):
+        return False
+    lock.release()
+    return True
+
+
+def _make_detector() -> BlockBuster:
+    detector = BlockBuster([_package(name) for name in PACKAGES])
+    for name, function in detector.functions.items():
+        # Lazy imports read files wherever they happen; they happen once.
+        function.can_block_in("<frozen importlib._bootstrap>", {"_find_and_load"})
+        # Binding a Unix socket looks at the path and removes a stale one.
+        function.can_block_in("asyncio/unix_events.py", {"create_unix_server"})
+        # The traceback of a failing test may read sources.
+        function.can_block_in("linecache.py", {"updatecache", "checkcache"})
+        if name.startswith("threading.Lock."):
+            function.can_block_predicate = _lock_is_free_soon
+    return detector
+
+
+_DETECTOR = _make_detector()
+
+
+@pytest.fixture(autouse=True)
+def blocking_detector():
+    """Blocking calls of our packages on a running asyncio loop raise `BlockingError`.
+
+    Threads without a running loop, lanes among them, may block. A test that has to block the
+    loop calls ``blocking_detector.deactivate()``.
+    """
+    _DETECTOR.activate()
+    yield _DETECTOR
+    _DETECTOR.deactivate()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_behind():
+    """Each test file ends without non-daemon threads and child processes that it started."""
+    before = _leftovers()
+    yield
+    left = _settle(lambda: _leftovers() - before)
+    assert not left, f"left behind by this file: {sorted(left)}"
+
+
+@pytest.fixture
+def free_shm():
+    """Afterwards shared memory is as before: names in /dev/shm, and anonymous files held open."""
+    before = _shared_memory()
+    yield
+    left = _settle(lambda: _shared_memory() - before)
+    assert not left, f"shared memory left: {sorted(left)}"
+
+
+def _settle(look, seconds: float = 5.0):
+    """What `look` still sees once it has had time to become empty."""
+    deadline = time.monotonic() + seconds
+    while found := look():
+        if time.monotonic() > deadline:
+            return found
+        gc.collect()
+        time.sleep(0.02)
+    return found
+
+
+def _leftovers() -> set[str]:
+    threads = {
+        f"thread {thread.name} ({thread.ident})"
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread()
+    }
+    return threads | _children()
+
+
+def _children() -> set[str]:
+    children = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            command = (status.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (OSError, ValueError):  # it ended while we looked
+            continue
+        if parent == os.getpid() and not any(name in command for name in LASTING_CHILDREN):
+            children.add(f"process {status.parent.name} ({command.strip() or 'not reaped'})")
+    return children
+
+
+def _shared_memory() -> set[str]:
+    if sys.platform != "linux":
+        return set()
+    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}  # noqa: PTH208
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:  # the descriptor of this very listing
+            continue
+        if target.startswith("/memfd:"):
+            found.add(f"{target} (descriptor {link.name})")
+    return found

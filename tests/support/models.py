@@ -1,0 +1,59 @@
+"""Small models that trainer and replica build alike, in processes of their own."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+
+def make(kind: str, seed: int) -> nn.Module:
+    """A model with weights of `seed`; kinds differ in what their tensors look like."""
+    torch.manual_seed(seed)
+    if kind == "small":
+        model: nn.Module = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 7))
+    elif kind == "odd":
+        model = Odd()
+    elif kind == "tied":
+        model = Tied()
+    elif kind == "large":
+        model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])
+    else:
+        raise ValueError(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dtype.is_floating_point:
+                parameter.copy_(torch.randn(parameter.shape).to(parameter.dtype))
+    return model
+
+
+class Odd(nn.Module):
+    """0-d, empty, odd sizes, several dtypes, a transposed parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0, 7))
+        self.halves = nn.Parameter(torch.zeros(97, 3, dtype=torch.bfloat16))
+        self.flag = nn.Parameter(torch.zeros(5, dtype=torch.bool), requires_grad=False)
+        self.count = nn.Parameter(torch.zeros(3, dtype=torch.int16), requires_grad=False)
+        self.turned = nn.Parameter(torch.zeros(8, 5).t())
+        self.big = nn.Parameter(torch.zeros(300, 301, dtype=torch.float64))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def fingerprint(model: nn.Module) -> dict[str, str]:
+    """SHA-256 over the bytes of every parameter, by name."""
+    result = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        data = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+        result[name] = hashlib.sha256(data.numpy().tobytes()).hexdigest()
+    return result

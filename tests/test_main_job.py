@@ -1,0 +1,82 @@
+"""The main job over real processes, real sockets and real shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+import models
+import pytest
+import torch
+from processes import replica
+
+import aiosync
+from aiosync import State
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["small", "odd", "tied"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("sink", ["staged", "in_place"])
+async def test_three_rounds_arrive_bit_equal(kind, packed, sink):
+    model = models.make(kind, seed=1)
+    async with replica(kind=kind, seed=2, sink=sink) as worker:
+        assert (await worker.facts())["prints"] != models.fingerprint(model)
+        async with aiosync.connect(
+            model, workers=[worker.url], packed=packed, packed_buffer_size_bytes=4096
+        ) as sync:
+            for version in (1, 2, 3):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        if parameter.dtype.is_floating_point:
+                            parameter.add_(version)
+                report = await sync.send_weights(version=version)
+                assert report.outcome == "committed"
+                assert report.verified
+                facts = await worker.facts()
+                assert facts["prints"] == models.fingerprint(model)
+                assert facts["version"] == version
+                assert facts["weights"] == "intact"
+                assert sync.state is State.INITIALIZED
+        assert (await worker.wait_state("idle"))["version"] == 3
+
+
+@pytest.mark.asyncio
+async def test_several_replicas_over_tcp_with_a_token():
+    model = models.make("small", seed=1)
+    async with (
+        replica(seed=2, tcp=True, token="secret") as one,
+        replica(seed=3, tcp=True, token="secret") as two,
+    ):
+        with pytest.raises(aiosync.Unauthorized):
+            async with aiosync.connect(model, workers=[one.url]):
+                pass
+        async with aiosync.connect(model, workers=[one.url, two.url], token="secret") as sync:
+            report = await sync.send_weights(version=1)
+            assert [member.outcome for member in report.members] == ["committed"] * 2
+        for worker in (one, two):
+            assert (await worker.facts())["prints"] == models.fingerprint(model)
+
+
+@pytest.mark.asyncio
+async def test_event_sequence_of_a_round_on_both_sides():
+    model = models.make("small", seed=1)
+    hub = aiosync.TransitionHub()
+    seen: list[str] = []
+    hub.on_transition(lambda t: seen.append(t.trigger))
+    async with replica(seed=2) as worker:
+        client = aiosync.HTTPVLLMWeightSyncClient(worker.url)
+        theirs: list[str] = []
+
+        async def watch() -> None:
+            async for event in client.events(since=0):
+                theirs.append(event["trigger"])
+
+        watching = asyncio.create_task(watch())
+        async with aiosync.connect(model, workers=[worker.url], hub=hub) as sync:
+            await sync.send_weights(version=1)
+        await worker.wait_state("idle")
+        watching.cancel()
+        await asyncio.wait([watching])
+    path = ["initialize", "start", "update", "finalize", "complete"]
+    assert seen == [*path, "close"]
+    assert theirs[: len(path)] == path
