@@ -18,8 +18,12 @@ PYTHON ?=
 PYTHONS := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11)
 
 PY := $(VENV)/bin/python
-# Bytecode is left to the first import: compiling all of torch takes longer than installing it.
+# Only what is used gets compiled: all of torch would take as long as installing it.
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install --quiet --no-compile -c constraints.txt $(PIP_ARGS)
+
+COMPILE := env -u PYTHONDONTWRITEBYTECODE $(PY) -c
+COMPILED_RUN := aiohttp, anyio, click, msgspec, rich.live, safetensors.torch, torch, transitions
+COMPILED_DEV := $(COMPILED_RUN), hypothesis, numpy, pytest, torch.distributed, transformers, trio
 
 # What must hold in full; elsewhere coverage is reported, not enforced.
 COVERED := statemachines/*,transports/planning.py,aiosync/messages.py,aiosync/codec.py
@@ -51,15 +55,17 @@ lint: $(VENV)/.stamp-dev
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-# The stamps are older than what they were made from as soon as that changes.
+# A stamp is out of date as soon as one of the two files that decide what is installed is newer.
 $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
-	@echo "installing aiosync into $(VENV) (once) ..."
+	@echo "installing aiosync into $(VENV): once, and torch is large ..."
 	@$(PIP) -e '.[cli,digest]'
+	@$(COMPILE) 'import $(COMPILED_RUN)'
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
-	@echo "installing aiosync and the development tools into $(VENV) (once) ..."
+	@echo "installing aiosync and the development tools into $(VENV): once, and torch is large ..."
 	@$(PIP) -e '.[dev]'
+	@$(COMPILE) 'import $(COMPILED_DEV)'
 	@touch $(VENV)/.stamp-run $@
 
 $(VENV)/.stamp-venv:

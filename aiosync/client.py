@@ -58,8 +58,8 @@ class HTTPVLLMWeightSyncClient:
 
     Every method takes ``timeout=`` for this one call, and ``header=`` where a round has one; it
     is sent only when given. Cancelling a call drops the connection, not the work on the server.
-    Outside ``async with client:`` each call opens a connection of its own. The client can be
-    pickled, and used under one event loop after another.
+    ``async with client:`` around several calls saves setting up a session for each. The client
+    can be pickled, and used under one event loop after another.
 
     Args:
         base_url: ``http(s)://host:port[/prefix]``, ``http://[::1]:port`` or
@@ -67,7 +67,7 @@ class HTTPVLLMWeightSyncClient:
         timeout: Seconds for one call that does something; calls that only ask take at most
             `DEFAULTS.probe_s`. ``update_weights`` takes the header's deadline where it has one.
         session: An aiohttp session of the caller's; used, never closed.
-        token_file: File with the bearer token, read whenever connections are opened.
+        token_file: File with the bearer token, read again for every session.
         token: The bearer token itself.
         headers: Sent with every request.
         allow_pickled_handles: Send CUDA-IPC handles to a stock vLLM the way its own client does:

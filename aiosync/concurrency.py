@@ -38,7 +38,7 @@ async def run_legs(
     Raises:
         One plain exception: the root cause (`rank_errors`), the other failure as its note.
     """
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
     results: list[T] = []
     control_over = anyio.Event()
 
@@ -46,7 +46,7 @@ async def run_legs(
         try:
             results.append(await control())
         except Exception as error:  # noqa: BLE001  collected; raised below as one exception
-            failures.append(error)
+            failures.append(collapse(error))
             group.cancel_scope.cancel()
         finally:
             control_over.set()
@@ -55,7 +55,7 @@ async def run_legs(
         try:
             await data()
         except Exception as error:  # noqa: BLE001  collected; raised below as one exception
-            failures.append(error)
+            failures.append(collapse(error))
             with anyio.move_on_after(linger):
                 await control_over.wait()
             group.cancel_scope.cancel()

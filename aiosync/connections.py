@@ -79,10 +79,10 @@ class _Scope:
 
 @final
 class Connections:
-    """Makes requests. Opened around several of them it keeps the connections in between.
+    """Makes requests, each over a connection of its own.
 
-    The session lives as long as somebody uses it, per event loop; what travels by pickle is the
-    endpoint and the way to the token.
+    The aiohttp session lives as long as somebody uses it, per event loop; what travels by pickle
+    is the endpoint and the way to the token.
     """
 
     def __init__(
@@ -141,11 +141,13 @@ class Connections:
                 raise Validation(f"the aiohttp session given for {self.endpoint.name} is closed")
             return _Scope(self._given, owned=False, token=token)
         path = self.endpoint.socket_path
-        # No limit: in a fleet every call may have to be open before the first can end.
+        # No limit: in a fleet every call may have to be open before the first can end. No reuse:
+        # a kept connection that the server is just closing looks like a lost peer, and a POST
+        # may not be sent twice to find out.
         connector = (
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=DEFAULTS.keepalive_s)
+            aiohttp.TCPConnector(limit=0, force_close=True)
             if path is None
-            else aiohttp.UnixConnector(path=path, limit=0, keepalive_timeout=DEFAULTS.keepalive_s)
+            else aiohttp.UnixConnector(path=path, limit=0, force_close=True)
         )
         session = aiohttp.ClientSession(
             connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False

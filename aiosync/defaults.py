@@ -26,7 +26,6 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
     connect_s: float = 5.0  # TCP or Unix connect of one control call
     rpc_s: float = 300.0  # one control call of a phase (vLLM's own default)
     probe_s: float = 10.0  # one call that only asks: status, health, ready, world size
-    keepalive_s: float = 2.0  # idle connections of a client; below uvicorn's 5 s, so we hang up
     shutdown_s: float = 0.5  # a closing server waits this long, twice, for running handlers
 
     body_limit_bytes: int = 64 << 20  # request body a server reads; 60,000 names are 4.5 MB

@@ -53,7 +53,6 @@ class SourceFeed:
         self.rank = rank
         self.metadata: list[ParamMeta] = validate_metadata(announced)
         self.owned: list[int] = self._owned()
-        self._iterate = source.iter_groups if _by_groups(type(source)) else source.iter_full
         self._grouped = _by_groups(type(source))
 
     @property

@@ -182,10 +182,13 @@ def _error_of(message: Mapping[str, Any], status: int) -> ErrorInfo | None:
     found = message.get("error")
     if isinstance(found, dict):
         try:
-            return convert(found, ErrorInfo)
+            info = convert(found, ErrorInfo)
         except Validation:
-            text = found.get("message")
-            found = text if isinstance(text, str) else _text(found)
+            info = ErrorInfo()
+        if info.message:
+            return info
+        text = found.get("message")
+        found = text if isinstance(text, str) and text else _text(found)
     for value in (found, message.get("message"), message.get("detail")):
         if value:
             text = value if isinstance(value, str) else _text(value)

@@ -171,7 +171,6 @@ class Sink(ABC):
         try:
             self._apply()
             if self.after_load is not None:
-                self.weights = Weights.TORN  # what it derives belongs to the weights
                 _refuse_awaitable(self.after_load(), "after_load")
             self.weights = Weights.INTACT
         finally:

@@ -196,7 +196,7 @@ def _share_memory(model: Model, named: list[list[str]]) -> list[tuple[int, int]]
                 span = _Span(start, start + (extent + 1) * size, name, tensor)
                 spans.setdefault(tensor.device, []).append(span)
     for on_device in spans.values():
-        pass
+        _check_disjoint(on_device)
     return ties
 
 

@@ -335,7 +335,10 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
     @property
     def source_lane(self) -> LaneLike:
         """The thread that iterates the source; share it: ``await engine.source_lane.run(step)``."""
-        if self._lane is None or self._lane.poisoned:
+        if self._lane is not None and self._lane.poisoned:
+            self._lane.close()
+            self._lane = None
+        if self._lane is None:
             self._lane = self._lane_factory(f"{self.name}-source")
         return self._lane
 

@@ -255,7 +255,10 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
     @property
     def lane(self) -> LaneLike:
         """The thread for this engine's blocking calls; replaced once it is poisoned."""
-        if self._lane is None or self._lane.poisoned:
+        if self._lane is not None and self._lane.poisoned:
+            self._lane.close()
+            self._lane = None
+        if self._lane is None:
             self._lane = self._lane_factory(f"{self.name}-lane")
         return self._lane
 

@@ -50,6 +50,8 @@ class AiosyncError(Exception):
 
     def __new__(cls, *args: Any, **_kwargs: Any) -> Self:
         side = cls if issubclass(cls, (LocalError, RemoteError)) else cls._on_side(LocalError)
+        if issubclass(side, MemoryError):  # whose own __new__ must be called, and only its
+            return MemoryError.__new__(side, *args[:1])  # type: ignore[return-value]
         return super().__new__(side, *args[:1])
 
     def __init__(

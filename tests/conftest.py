@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("aiosync", "transports", "statemachines")
 # A mutex that somebody holds for a few instructions is no blocking call; one held this long is.
 MUTEX_SECONDS = 0.2
-# Helpers of multiprocessing that live as long as the process, and are not ours to end.
-LASTING_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Helpers that live as long as the test process.
+LASTING_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "zygote.py")
 
 
 def _package(name: str) -> ModuleType:

@@ -7,8 +7,13 @@ import asyncio
 import inspect
 import linecache
 import sys
+import traceback
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import CodeType
 
 
 def compile_block(path: Path, label: str) -> CodeType:
@@ -37,4 +42,8 @@ async def _evaluate(code: CodeType, names: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except Exception:
+        traceback.print_exc()  # reads `linecache`, which the interpreter's own report does not
+        sys.exit(1)

@@ -156,6 +156,7 @@ def test_pickled_handles_are_refused_wherever_they_are():
         with pytest.raises(Validation, match=path):
             refuse_pickles(info, at="$.x")
     refuse_pickles({"ipc_handles_pickled": None, "names": ["a"], "shapes": [[1]], "e": [], "n": 1})
+    refuse_pickles([{"a": 1}, {}])
     refuse_pickles("ipc_handles_pickled")
 
 

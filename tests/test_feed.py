@@ -286,7 +286,7 @@ def test_a_group_must_be_a_list():
 
     with pytest.raises(Validation, match="position 0: expected"):
         list(SourceFeed(Loose([])).iter_batches())
-    with pytest.raises(Validation, match="Looser.iter_groups yielded a Tensor, not a list"):
+    with pytest.raises(Validation, match=r"Looser\.iter_groups yielded a Tensor, not a list"):
         list(SourceFeed(Looser([])).iter_batches())
 
 

@@ -355,6 +355,49 @@ async def test_raising_discard_is_logged_only(lane, caplog):
 
 
 @pytest.mark.anyio
+async def test_abort_has_returned_when_run_raises(lane):
+    call, let_abort_end = Blocking(), threading.Event()
+    aborted: list[str] = []
+
+    def abort() -> None:
+        call.abort()
+        assert let_abort_end.wait(30)
+        aborted.append("returned")
+
+    async def cancelled() -> None:
+        with anyio.CancelScope() as scope:
+            scopes.append(scope)
+            await lane.run(call, abort=abort, grace=20.0)
+        aborted.append("raised")
+
+    scopes: list[anyio.CancelScope] = []
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(cancelled)
+        await until(call.began.is_set)
+        scopes[0].cancel()
+        await until(lambda: not lane.busy)
+        assert aborted == []
+        let_abort_end.set()
+    assert aborted == ["returned", "raised"]
+    assert not lane.poisoned
+
+
+@pytest.mark.anyio
+async def test_hanging_abort_of_a_call_that_returned_poisons_nothing(lane):
+    call, let_abort_end = Blocking(), threading.Event()
+
+    def abort() -> None:
+        call.abort()
+        let_abort_end.wait(30)
+
+    with anyio.fail_after(10):
+        with anyio.move_on_after(0.02):
+            await lane.run(call, abort=abort, grace=0.1)
+        assert await lane.run(int) == 0
+    let_abort_end.set()
+
+
+@pytest.mark.anyio
 async def test_without_abort_the_call_has_its_grace(lane):
     call = Blocking()
     with anyio.CancelScope() as scope:

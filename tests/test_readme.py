@@ -106,11 +106,13 @@ def test_blocks_are_labelled_and_skipped_ones_have_a_reason(page):
 
 
 def test_make_targets_of_console_blocks_exist(page):
-    targets = set(re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    targets = set(
+        re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    )
     assert "test" in targets
     for block in blocks(page.read_text("utf-8")):
         if block.info.split()[:1] and block.info.split()[0] in CONSOLE:
-            for call in re.findall(r"(?:^|\$ |&& )make\b([^#\n&|;]*)", block.text, re.M):
+            for call in re.findall(r"(?:^|\$ |&& )make\b([^#\n&|;]*)", block.text, re.MULTILINE):
                 named = {
                     word for word in re.sub(r"\"[^\"]*\"", "", call).split() if "=" not in word
                 }

@@ -20,12 +20,12 @@ from transports.sharing import share_tensors
 MAPS = Path("/proc/self/maps")
 
 
-def open_fds() -> set[str]:
-    return {os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if _alive(n)}
+def fd_count():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def _alive(number: str) -> bool:
-    return Path(f"/proc/self/fd/{number}").is_symlink()
+def names_in_shm():
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def mapped_segments() -> int:
@@ -44,13 +44,13 @@ def test_two_mappings_of_one_segment_see_the_same_bytes():
 
 def test_close_frees_the_descriptor_at_once_and_the_mapping_with_the_last_view():
     gc.collect()
-    fds, maps = len(os.listdir("/proc/self/fd")), mapped_segments()
+    fds, maps = fd_count(), mapped_segments()
     segment = Segment.create(1 << 20)
     view = segment.view(64, 64)
     view.fill_(3)
     segment.close()
     segment.close()
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert fd_count() == fds
     assert mapped_segments() == maps + 1
     assert int(view.sum()) == 3 * 64
     del view
@@ -60,10 +60,10 @@ def test_close_frees_the_descriptor_at_once_and_the_mapping_with_the_last_view()
 
 
 def test_a_dropped_segment_closes_itself():
-    fds = len(os.listdir("/proc/self/fd"))
+    fds = fd_count()
     Segment.create(4096)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert fd_count() == fds
 
 
 def test_nobody_can_shrink_a_segment_under_its_readers():
@@ -76,7 +76,7 @@ def test_nobody_can_shrink_a_segment_under_its_readers():
 
 
 def test_attach_refuses_what_could_shrink_or_is_no_memory(tmp_path):
-    fds = len(os.listdir("/proc/self/fd"))
+    fds = fd_count()
     unsealed = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, 4096)
     with pytest.raises(Validation, match="sealed"):
@@ -92,7 +92,7 @@ def test_attach_refuses_what_could_shrink_or_is_no_memory(tmp_path):
     empty = os.open(tmp_path / "empty", os.O_CREAT | os.O_RDWR)
     with pytest.raises(Validation, match="0 bytes"):
         Segment.attach(empty)
-    assert len(os.listdir("/proc/self/fd")) == fds  # attach owns, so it closed them all
+    assert fd_count() == fds  # attach owns, so it closed them all
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, 4097), (4096, 1), (1, -1), (2**62, 4)])
@@ -105,7 +105,12 @@ def test_view_is_bounds_checked(offset, nbytes):
 
 @pytest.mark.parametrize(
     ("offset", "dtype", "shape"),
-    [(2, torch.float32, (1,)), (4092, torch.float64, ()), (0, torch.uint8, (4097,)), (-8, torch.int64, ())],
+    [
+        (2, torch.float32, (1,)),
+        (4092, torch.float64, ()),
+        (0, torch.uint8, (4097,)),
+        (-8, torch.int64, ()),
+    ],
 )
 def test_typed_views_are_checked(offset, dtype, shape):
     segment = Segment.create(4096)
@@ -132,13 +137,13 @@ def test_sizes_that_cannot_be_right(size):
 
 
 def test_too_much_names_need_and_free_and_leaves_nothing():
-    fds = len(os.listdir("/proc/self/fd"))
+    fds = fd_count()
     need = 2**46
     with pytest.raises(OutOfSharedMemory, match=str(need)) as caught:
         Segment.create(need)
     assert caught.value.detail["need"] == need
     assert 0 < caught.value.detail["free"] < need
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert fd_count() == fds
 
 
 @pytest.mark.parametrize("code", ["ENOSPC", "ENOMEM"])
@@ -148,11 +153,11 @@ def test_a_reservation_that_fails_is_an_exception_and_no_bus_error(monkeypatch, 
     def full(_fd, _offset, nbytes):
         raise OSError(getattr(errno, code), "full")
 
-    fds = len(os.listdir("/proc/self/fd"))
+    fds = fd_count()
     monkeypatch.setattr(segments.os, "posix_fallocate", full)
     with pytest.raises(OutOfSharedMemory, match="4096 bytes"):
         Segment.create(4096)
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert fd_count() == fds
 
 
 def test_available_memory_heeds_a_control_group(monkeypatch):
@@ -171,20 +176,20 @@ def test_available_memory_heeds_a_control_group(monkeypatch):
 
 
 def test_without_memfd_an_unlinked_file_serves(monkeypatch):
-    before = set(os.listdir("/dev/shm"))
+    before = names_in_shm()
     monkeypatch.delattr(os, "memfd_create")
     first = Segment.create(4096)
     second = Segment.attach(os.dup(first.fileno()), nbytes=4096)
     first.tensor[5] = 9
     assert second.tensor[5] == 9
-    assert set(os.listdir("/dev/shm")) == before
+    assert names_in_shm() == before
     first.close()
     second.close()
 
 
 @pytest.mark.slow
 def test_a_killed_process_leaves_nothing_in_dev_shm():
-    before = set(os.listdir("/dev/shm"))
+    before = names_in_shm()
     code = (
         "import sys; from transports.segments import Segment;"
         "s = Segment.create(1 << 20); print('ready', flush=True); sys.stdin.read()"
@@ -195,13 +200,16 @@ def test_a_killed_process_leaves_nothing_in_dev_shm():
         assert child.stdout.readline() == b"ready\n"
         child.kill()
         child.wait(10)
-    assert set(os.listdir("/dev/shm")) == before
+    assert names_in_shm() == before
 
 
 def model() -> torch.nn.Module:
     torch.manual_seed(0)
     net = torch.nn.Sequential(
-        torch.nn.Embedding(11, 6), torch.nn.Linear(6, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 11)
+        torch.nn.Embedding(11, 6),
+        torch.nn.Linear(6, 6),
+        torch.nn.LayerNorm(6),
+        torch.nn.Linear(6, 11),
     )
     net[3].weight = net[0].weight
     net[2].register_buffer("steps", torch.arange(3))

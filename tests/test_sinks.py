@@ -48,6 +48,7 @@ def arrive(sink, tensors, *, upto=None):
             destination = sink.destination(index)
             assert destination.is_contiguous()
             assert not destination.requires_grad
+            assert not destination.is_inference()
             assert sink.destination(index) is destination
             if destination.numel():
                 destination.reshape(-1).view(torch.uint8).copy_(raw(values[index]))
@@ -137,6 +138,7 @@ def test_special_values_survive(mode):
         torch.zeros(4, 5, 6).permute(2, 0, 1),
         torch.zeros(6, 8)[:, ::2],
         torch.zeros(1, 7)[:, 3:4],
+        torch.zeros(1, 7).t()[3:4],
         torch.zeros(3, 2, dtype=torch.uint16).t(),
         torch.zeros(3, 2, dtype=torch.float8_e4m3fn).t(),
         torch.zeros(3, 2, dtype=torch.complex64).t(),
@@ -184,6 +186,8 @@ def test_parameters_made_in_inference_mode(mode, sink_in_inference):
     sent = fresh(mixed)
     with torch.inference_mode(sink_in_inference):
         sink.begin(announce(sent))
+        for index in range(len(sent)):
+            sink.destination(index)
     arrive(sink, sent)
     sink.commit()
     assert all(same(p, sent[name]) for name, p in mixed.named_parameters())
@@ -333,6 +337,14 @@ def test_ties_on_either_side_or_both(mode, here, there):
         assert same(net.embed.weight, trainer.embed.weight)
         assert same(net.head.weight, trainer.head.weight)
         assert (net.head.weight is net.embed.weight) is here
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_announced_name_is_no_alias(mode):
+    net = Tied(tied=False)
+    sent = fresh(net)
+    update(make_sink(net, mode), sent, aliases={"head.weight": "embed.weight"})
+    assert all(same(p, sent[name]) for name, p in net.named_parameters())
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import asynccontextmanager, contextmanager
 from functools import cached_property, partial
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from aiosync import sources
 from aiosync.errors import Validation
 from aiosync.metadata import ParamMeta, Replicate, Shard
 from aiosync.sources import ModuleSource, WeightSource, as_source
@@ -315,6 +317,23 @@ def test_bad_arguments():
     with pytest.raises(Validation, match="'all'"):
         ModuleSource(Net(), buffers="all")
     assert ModuleSource(Net(), run_in="lane").run_in == "lane"
+
+
+def test_a_gathered_layer_is_let_go_before_the_next_is_made(monkeypatch):
+    net = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+    refs, alive = [], []
+
+    def gather(tensor, _dtype):
+        alive.append(sum(ref() is not None for ref in refs))
+        gathered = tensor.clone()
+        refs.append(weakref.ref(gathered))
+        return gathered
+
+    monkeypatch.setattr(sources, "full_piece", gather)
+    for batch in ModuleSource(net).iter_groups():
+        assert len(batch) == 2
+        del batch
+    assert alive == [0, 1] * 3
 
 
 # --- as_source ---

@@ -71,6 +71,9 @@ def test_names_on_the_wire_and_of_the_weights():
 def test_decoding_checks_too():
     data = msgspec.json.encode(Version("x", "run", 3))
     assert msgspec.json.decode(data, type=Version) == Version("x", "run", 3)
-    for text in (b'{"label":-1,"lineage":"r","order":1}', b'{"label":"a","lineage":"r","order":-1}'):
+    for text in (
+        b'{"label":-1,"lineage":"r","order":1}',
+        b'{"label":"a","lineage":"r","order":-1}',
+    ):
         with pytest.raises(msgspec.ValidationError):
             msgspec.json.decode(text, type=Version)

@@ -21,8 +21,9 @@ When the caller is cancelled
 1. and the call is queued: it is withdrawn. Nothing ran, nothing is aborted.
 2. and it is running: `abort` is called once, on a daemon thread of its own, because an abort may
    block for ever as well (`ncclCommAbort` is known to), and a thread of a pool would then keep
-   the process alive. The watch waits, shielded, `grace` seconds for the call to return. The
-   error that the abort provoked is dropped: the caller sees its own cancellation.
+   the process alive. The watch waits, shielded, `grace` seconds for the call to return, and for
+   the abort, so that it cannot strike the caller's next use of the resource. The error that the
+   abort provoked is dropped: the caller sees its own cancellation.
 3. and it did not return in time: the lane is poisoned. Calls in the queue and all later ones
    raise `LanePoisoned`. The stuck thread is the reaper of its own call: if it ever comes back it
    discards the result and ends. As a daemon it does not delay the exit of the process.
@@ -148,13 +149,14 @@ class Lane:
         cancellation exception, which a coroutine cannot pass on, become `RuntimeError`.
 
         Cancelling a call that has not begun withdraws it. Cancelling one that runs calls `abort`
-        and waits up to `grace` seconds, whatever cancels meanwhile, for `fn` to return.
+        and waits up to `grace` seconds, whatever cancels meanwhile, for `fn` and `abort` to
+        return; if `fn` does not, the lane is poisoned.
 
         Args:
             fn: A plain function. It sees neither the event loop nor the context variables.
             abort: Makes `fn` return soon. Called at most once, on a thread of its own; it may
-                find that `fn` has just returned, and what it raises is logged only. It may
-                outlast this call, so it must act on this call's resource alone.
+                find that `fn` has just returned, and what it raises is logged only. It must act
+                on this call's resource alone: the next call in the queue may have begun.
             grace: Seconds, finite.
             discard: Called on the lane's thread with the value of a call whose caller had left;
                 what it raises is logged only.
@@ -190,6 +192,8 @@ class Lane:
                     # Shielded: the caller's memory is in use until the call has returned.
                     with anyio.move_on_after(grace, shield=True):
                         await call.done.wait()
+                        # So that no abort strikes what the caller does next.
+                        await call.abort_done.wait()
             finally:
                 self._worker.leave(call)
             raise

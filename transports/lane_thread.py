@@ -27,8 +27,8 @@ class LaneCall:
     """One `run`; every field but `done` and `token` is guarded by the worker's lock."""
 
     __slots__ = (
-        "abort", "args", "discard", "done", "error", "fn", "gone", "is_aborting", "phase",
-        "received", "token", "value",
+        "abort", "abort_done", "args", "discard", "done", "error", "fn", "gone", "is_aborting",
+        "phase", "received", "token", "value",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +43,7 @@ class LaneCall:
         self.abort = abort
         self.discard = discard
         self.done = anyio.Event()
+        self.abort_done = anyio.Event()
         self.token = anyio.lowlevel.current_token()
         self.phase = _QUEUED
         self.value: Any = None
@@ -101,8 +102,10 @@ class LaneWorker:
             if not call.is_aborting:
                 call.is_aborting = True
                 self.aborts += 1
-                if call.abort is not None:
-                    _start_abort(self.name, call.abort)
+                if call.abort is None:
+                    call.abort_done.set()
+                else:
+                    _start_abort(self.name, call, call.abort)
             return True
 
     def leave(self, call: LaneCall) -> None:
@@ -179,7 +182,7 @@ class LaneWorker:
     def _refuse(self, call: LaneCall) -> None:
         self.waiting -= 1
         call.settle(_REFUSED)
-        _post(call)
+        _post(call, call.done)
 
     def _poison_error(self) -> LanePoisoned:
         return LanePoisoned(
@@ -225,7 +228,7 @@ class LaneWorker:
             self.running = False
             self.failed += call.error is not None
             call.settle(_DONE)
-            is_orphan = call.gone or not _post(call)
+            is_orphan = call.gone or not _post(call, call.done)
         if is_orphan:
             self._discard(call)
 
@@ -242,28 +245,30 @@ class LaneWorker:
         call.value = call.error = None
 
 
-def _post(call: LaneCall) -> bool:
-    """Set the call's event in its loop without waiting for it; False if the loop is finished."""
-    # Both are public interfaces of their loops; the backend-neutral way waits (see the top).
+def _post(call: LaneCall, event: anyio.Event) -> bool:
+    """Set an event in the call's loop without waiting for it; False if the loop is finished."""
+    # Both are public interfaces of their loops; the backend-neutral way waits (see the theory).
     native: Any = call.token.native_token
     schedule = getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon
     try:
-        schedule(call.done.set)
+        schedule(event.set)
     except RuntimeError:  # "Event loop is closed"; trio.RunFinishedError is one, too
         return False
     return True
 
 
-def _start_abort(name: str, abort: Callable[[], object]) -> None:
+def _start_abort(name: str, call: LaneCall, abort: Callable[[], object]) -> None:
     def body() -> None:
         try:
             abort()
         except BaseException:  # the cancelled call reports its own outcome
             logger.debug("lane %s: abort raised", name, exc_info=True)
+        _post(call, call.abort_done)
 
     try:
-        threading.Thread(  # noqa: TID251 - an abort may block for ever; see the top
+        threading.Thread(  # noqa: TID251 - an abort may block for ever (see the theory)
             target=body, name=f"{name}-abort", daemon=True
         ).start()
     except RuntimeError:  # no more threads, or the interpreter is going down
         logger.debug("lane %s: no thread for the abort", name, exc_info=True)
+        call.abort_done.set()

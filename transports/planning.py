@@ -209,6 +209,8 @@ def _check_sizes(
             _refuse(tensor, names, f"size must be an int from 0 to 2**63 - 1, not {size!r}")
         if size % itemsize:
             _refuse(tensor, names, f"{size} bytes are no multiple of its itemsize {itemsize}")
+    if sum(sizes) > _MAX:
+        raise Validation(f"all tensors together have {sum(sizes)} bytes, more than 2**63 - 1")
 
 
 def _refuse(tensor: int, names: Sequence[str] | None, problem: str) -> None:

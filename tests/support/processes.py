@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -15,19 +18,62 @@ from typing import Any
 import aiohttp
 
 HERE = Path(__file__).parent
+_ZYGOTE: list[Any] = []
+
+
+class Program:
+    """A process forked from the zygote: its pid and its pipes."""
+
+    def __init__(self, pid: int, stdin: int, stdout: asyncio.StreamReader, pidfd: int) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self._stdin = stdin
+        self._pidfd = pidfd
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def close_stdin(self) -> None:
+        if self._stdin >= 0:
+            os.close(self._stdin)
+            self._stdin = -1
+
+    async def wait(self, seconds: float = 20.0) -> None:
+        """Wait until the process is gone."""
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        loop.add_reader(self._pidfd, gone.set)  # a pidfd turns readable when its process ends
+        try:
+            async with asyncio.timeout(seconds):
+                await gone.wait()
+        finally:
+            loop.remove_reader(self._pidfd)
+
+    async def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        await self.wait()
+
+    def close(self) -> None:
+        self.close_stdin()
+        os.close(self._pidfd)
 
 
 class Replica:
-    def __init__(self, process: asyncio.subprocess.Process, ready: dict[str, Any]) -> None:
+    """An inference replica (`replica.py`) and what it says of itself."""
+
+    def __init__(self, process: Program, ready: dict[str, Any]) -> None:
         self.process = process
         self.url: str = ready["url"]
         self._extra: str = ready["extra"]
 
     async def facts(self) -> dict[str, Any]:
         """What the replica serves now: fingerprints, version, state, weights."""
-        async with aiohttp.ClientSession() as session, session.get(
-            f"{self._extra}/fingerprint", timeout=aiohttp.ClientTimeout(total=10)
-        ) as reply:
+        timeout = aiohttp.ClientTimeout(total=10)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"{self._extra}/fingerprint") as reply,
+        ):
             result: dict[str, Any] = await reply.json()
             return result
 
@@ -41,12 +87,10 @@ class Replica:
                 await asyncio.sleep(0.02)
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+        self.process.signal(number)
 
     async def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
+        await self.process.kill()
 
 
 @asynccontextmanager
@@ -56,7 +100,6 @@ async def replica(**options: Any) -> AsyncIterator[Replica]:
     for name, value in options.items():
         args += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     async with program("replica.py", *args) as process:
-        assert process.stdout is not None
         async with asyncio.timeout(60):
             line = await process.stdout.readline()
         assert line, "the replica ended before it was ready"
@@ -64,29 +107,54 @@ async def replica(**options: Any) -> AsyncIterator[Replica]:
 
 
 @asynccontextmanager
-async def program(name: str, *args: str, **options: Any) -> AsyncIterator[asyncio.subprocess.Process]:
-    """``python tests/support/NAME ARGS`` with pipes; killed at the end if it does not end itself."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(HERE / name),
-        *args,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        **options,
+async def program(script: str, *args: str) -> AsyncIterator[Program]:
+    """``tests/support/SCRIPT ARGS`` in a process of its own; gone when the block is left."""
+    loop = asyncio.get_running_loop()
+    child_in, stdin = os.pipe()
+    stdout, child_out = os.pipe()
+    try:
+        pid = await loop.run_in_executor(None, _fork, script, list(args), child_in, child_out)
+    finally:
+        os.close(child_in)
+        os.close(child_out)
+    reader = asyncio.StreamReader()
+    file = os.fdopen(stdout, "rb", buffering=0)
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), file
     )
+    process = Program(pid, stdin, reader, os.pidfd_open(pid))
     try:
         yield process
     finally:
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGCONT)
-        if process.stdin is not None:
-            process.stdin.close()
+        process.signal(signal.SIGCONT)
+        process.close_stdin()
         try:
-            async with asyncio.timeout(10):
-                await process.wait()
+            await process.wait(10)
         except TimeoutError:
-            process.kill()
-            await process.wait()
-        transport = process._transport  # type: ignore[attr-defined]
+            await process.kill()
+        process.close()
         transport.close()
+
+
+def _fork(script: str, args: list[str], stdin: int, stdout: int) -> int:
+    if not _ZYGOTE:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment.pop("COVERAGE_PROCESS_START", None)
+        zygote = subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py"), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+        )
+        theirs.close()
+        _ZYGOTE.extend((mine, zygote))
+        atexit.register(_stop)
+    request = json.dumps({"script": script, "args": args}).encode()
+    socket.send_fds(_ZYGOTE[0], [request], [stdin, stdout])
+    return int(json.loads(_ZYGOTE[0].recv(4096))["pid"])
+
+
+def _stop() -> None:
+    mine, zygote = _ZYGOTE
+    mine.close()
+    zygote.wait(10)
