@@ -65,6 +65,11 @@ class SourceFeed:
         method = self.source.iter_full if default else self._iterate
         return inspect.isasyncgenfunction(inspect.unwrap(method))
 
+    @property
+    def _iterate(self) -> Any:
+        # Looked up for each pass: what a source does may change, its metadata may not.
+        return self.source.iter_groups if self._grouped else self.source.iter_full
+
     def iter_batches(self) -> Generator[list[tuple[int, torch.Tensor]]]:
         """One pass over a source with plain generators.
 

@@ -154,6 +154,8 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
     the tensor as bytes.
     """
     tensor = tensor.contiguous()
+    if 1 not in tensor.shape and tensor.numel():
+        return tensor
     strides, step = [], 1
     for size in reversed(tensor.shape):
         strides.append(step)

@@ -46,7 +46,7 @@ class ClientProxy:
         engine.machine.fire(Trigger.FINALIZE, **self._facts())
         await engine.machine.pass_gates(Trigger.COMPLETE)
         label = weight_version
-        if label is None and round is not None:
+        if label is None and this is not None:
             label = this.label
         await self._all("finish", "finish_weight_update", label)
         if this is not None:

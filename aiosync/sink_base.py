@@ -17,7 +17,7 @@ import torch
 from aiosync.errors import Busy, Coverage, InvalidTransition, Torn, Validation
 from aiosync.metadata import first_few, meta_nbytes, validate_metadata
 from aiosync.module_layout import compact
-from aiosync.targets import Destinations, find_destinations, model_tensors
+from aiosync.targets import Destinations, Matcher, model_tensors
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Sink(ABC):
             self._loader = model.load_weights
         else:
             model_tensors(model)  # a model of the wrong kind is told now
+        self._matcher = Matcher()
         self._metadata: list[ParamMeta] = []
         self._found = _NOTHING
         self._landed: list[bool] = []
@@ -82,7 +83,7 @@ class Sink(ABC):
 
         Raises:
             Busy: The last round was neither committed nor aborted.
-            Coverage, Validation: See `find_destinations`.
+            Coverage, Validation: See `Matcher.find`.
             Refused: The spare memory does not fit.
             Torn: A partial update cannot mend torn weights.
         """
@@ -92,9 +93,7 @@ class Sink(ABC):
         if partial and self.weights != Weights.INTACT:
             raise Torn("a partial update cannot mend these weights", weights=self.weights)
         if self._loader is None:
-            found = find_destinations(
-                model_tensors(self.model), metas, aliases or {}, partial=partial
-            )
+            found = self._matcher.find(self.model, metas, aliases or {}, partial=partial)
         else:
             found = Destinations([[] for _ in metas], [], [], 0)
         self._prepare(metas, found)

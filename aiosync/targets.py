@@ -59,22 +59,78 @@ def model_tensors(model: Any) -> Model:
     return Model(dict(model), list(model))
 
 
-def find_destinations(
-    model: Model, metadata: Sequence[ParamMeta], aliases: Mapping[str, str], *, partial: bool
-) -> Destinations:
-    """Match an announcement with a model.
+class _Match(NamedTuple):
+    names: list[list[str]]
+    """For each announced tensor, the names here that get it; tied ones under the first only."""
+    ties: list[tuple[int, int]]
+    left_out: list[str]
+    skipped: int
 
-    Args:
-        aliases: Further names of announced tensors; one that is a name here and is not announced
-            itself gets the same data.
-        partial: Names this model does not have are skipped, and modules that no name touches
-            keep their values. A touched module is still covered whole.
 
-    Raises:
-        Coverage: Unknown or missing names; with `partial`, no name that is known.
-        Validation: A shape or dtype differs, or a destination cannot be written (meta, lazy,
-            sharded, sharing memory with another one).
+class Matcher:
+    """Matches announcements with one model; a match is kept while both sides stay as they are.
+
+    It keeps names and addresses, never tensors: memory that the model gives up is free at once.
     """
+
+    __slots__ = ("_key", "_match")
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] | None = None
+        self._match = _Match([], [], [], 0)
+
+    def find(
+        self, model: Any, metadata: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool
+    ) -> Destinations:
+        """Decide where everything goes.
+
+        Args:
+            aliases: Further names of announced tensors; one that is a name here and is not
+                announced itself gets the same data.
+            partial: Names this model does not have are skipped, and modules that no name touches
+                keep their values. A touched module is still covered whole.
+
+        Raises:
+            Coverage: Unknown or missing names; with `partial`, no name that is known.
+            Validation: A shape or dtype differs, or a destination cannot be written (meta, lazy,
+                sharded, sharing memory with another one).
+        """
+        found = model_tensors(model)
+        regions = {name: _region(tensor) for name, tensor in found.tensors.items()}
+        key = (metadata, dict(aliases), partial, found.required, regions)
+        if key != self._key:
+            self._match = _matched(found, regions, metadata, aliases, partial=partial)
+            self._key = key
+        names, ties, left_out, skipped = self._match
+        writes = [[_writable(found.tensors[name]) for name in group] for group in names]
+        return Destinations(writes, ties, left_out, skipped)
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return compact(tensor) if tensor.is_contiguous() else tensor
+
+
+def _region(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for names that are the very same memory, seen the same way."""
+    if is_lazy(tensor):
+        return (id(tensor),)
+    kind = (tensor.device, tensor.shape, tensor.dtype)
+    if tensor.device.type == "meta" or tensor.layout is not torch.strided or is_dtensor(tensor):
+        return (id(tensor), *kind)
+    if not tensor.numel():
+        return (id(tensor), *kind)
+    return (tensor.data_ptr(), tensor.stride(), *kind)
+
+
+def _matched(
+    model: Model,
+    regions: Mapping[str, tuple[Any, ...]],
+    metadata: Sequence[ParamMeta],
+    aliases: Mapping[str, str],
+    *,
+    partial: bool,
+) -> _Match:
     further: dict[str, list[str]] = {}
     announced = {meta.name for meta in metadata}
     for alias, name in aliases.items():
@@ -84,36 +140,34 @@ def find_destinations(
         [name for name in (meta.name, *further.get(meta.name, ())) if name in model.tensors]
         for meta in metadata
     ]
-    left_out = _check_coverage(model, metadata, named, partial=partial)
+    left_out = _check_coverage(model, regions, metadata, named, partial=partial)
     for meta, names in zip(metadata, named, strict=True):
         for name in names:
             _check_tensor(name, model.tensors[name], meta)
-    ties = _share_memory(model, named)
-    writes: list[list[torch.Tensor]] = []
-    taken: set[tuple[Any, ...]] = set()  # of tied names, the first one writes
-    for names in named:
-        regions = {_region(model.tensors[name]): model.tensors[name] for name in names}
-        fresh = [t.detach() for region, t in regions.items() if region not in taken]
-        writes.append([compact(t) if t.is_contiguous() else t for t in fresh])
-        taken.update(regions)
-    return Destinations(writes, ties, left_out, sum(not names for names in named))
-
-
-def _region(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for names that are the very same memory, seen the same way."""
-    no_bytes = is_lazy(tensor) or tensor.device.type == "meta" or tensor.numel() == 0
-    if no_bytes or tensor.layout is not torch.strided or is_dtensor(tensor):
-        return ("by identity", id(tensor))
-    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    firsts: dict[tuple[Any, ...], tuple[int, str]] = {}
+    ties: list[tuple[int, int]] = []
+    for index, names in enumerate(named):
+        for name in names:
+            first, _ = firsts.setdefault(regions[name], (index, name))
+            if first != index:
+                ties.append((first, index))
+    _check_disjoint([_span(name, model.tensors[name]) for _, name in firsts.values()])
+    writers = [[n for n in names if firsts[regions[n]][1] == n] for names in named]
+    return _Match(writers, ties, left_out, sum(not names for names in named))
 
 
 def _check_coverage(
-    model: Model, metadata: Sequence[ParamMeta], named: list[list[str]], *, partial: bool
+    model: Model,
+    regions: Mapping[str, tuple[Any, ...]],
+    metadata: Sequence[ParamMeta],
+    named: list[list[str]],
+    *,
+    partial: bool,
 ) -> list[str]:
     hits = [name for names in named for name in names]
     unknown = [meta.name for meta, names in zip(metadata, named, strict=True) if not names]
-    covered = {_region(model.tensors[name]) for name in hits}
-    untouched = [n for n, t in model.tensors.items() if _region(t) not in covered]
+    covered = {regions[name] for name in hits}
+    untouched = [name for name, region in regions.items() if region not in covered]
     touched = {name.rpartition(".")[0] for name in hits}
     required = set(model.required)
     if partial:
@@ -170,70 +224,48 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 class _Span(NamedTuple):
+    device: str
     start: int
     end: int
     name: str
     tensor: torch.Tensor
 
 
-def _share_memory(model: Model, named: list[list[str]]) -> list[tuple[int, int]]:
-    """Ties between announced tensors; raises where destinations overlap in part."""
-    first: dict[tuple[Any, ...], int] = {}
-    ties: list[tuple[int, int]] = []
-    spans: dict[torch.device, list[_Span]] = {}
-    for index, names in enumerate(named):
-        for name in names:
-            tensor = model.tensors[name]
-            region = _region(tensor)
-            known = first.setdefault(region, index)
-            if known != index:
-                ties.append((known, index))
-            elif tensor.numel():
-                extent = sum(
-                    s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True)
-                )
-                start, size = tensor.data_ptr(), tensor.element_size()
-                span = _Span(start, start + (extent + 1) * size, name, tensor)
-                spans.setdefault(tensor.device, []).append(span)
-    for on_device in spans.values():
-        _check_disjoint(on_device)
-    return ties
+def _span(name: str, tensor: torch.Tensor) -> _Span:
+    reach = sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    nbytes = (reach + 1) * tensor.element_size() if tensor.numel() else 0
+    return _Span(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + nbytes, name, tensor)
 
 
 def _check_disjoint(spans: list[_Span]) -> None:
-    spans.sort(key=lambda span: span[:2])
     cluster: list[_Span] = []
     end = 0
-    for span in spans:
-        if cluster and span.start >= end:
+    for span in sorted((s for s in spans if s.end > s.start), key=lambda span: span[:3]):
+        if cluster and (span.start >= end or span.device != cluster[0].device):
             _check_cluster(cluster)
-            cluster = []
+            cluster, end = [], 0
         cluster.append(span)
-        end = max(end, span.end) if len(cluster) > 1 else span.end
+        end = max(end, span.end)
     _check_cluster(cluster)
 
 
 def _check_cluster(cluster: list[_Span]) -> None:
     """Ranges that interleave are fine (columns of one matrix); shared bytes are not."""
-    distinct = list({_region(s.tensor): s for s in cluster}.values())
-    if len(distinct) < 2:
+    if len(cluster) < 2:
         return
-    base = distinct[0].start
-    unit = math.gcd(
-        *(s.tensor.element_size() for s in distinct), *(s.start - base for s in distinct)
-    )
-    taken = torch.zeros((max(s.end for s in distinct) - base) // unit, dtype=torch.bool)
-    for span in distinct:
-        per = span.tensor.element_size() // unit
+    base, end = cluster[0].start, max(span.end for span in cluster)
+    sizes = [span.tensor.element_size() for span in cluster]
+    unit = math.gcd(*sizes, *(span.start - base for span in cluster))
+    taken = torch.zeros((end - base) // unit, dtype=torch.bool)
+    for span, size in zip(cluster, sizes, strict=True):
+        strides = [stride * size // unit for stride in span.tensor.stride()]
         view = taken.as_strided(
-            (*span.tensor.shape, per),
-            (*(stride * per for stride in span.tensor.stride()), 1),
-            (span.start - base) // unit,
+            (*span.tensor.shape, size // unit), (*strides, 1), (span.start - base) // unit
         )
         if bool(view.any()):
-            others = [s.name for s in distinct if s is not span]
+            others = first_few([other.name for other in cluster if other is not span])
             raise Validation(
-                f"{span.name} shares part of its memory with {first_few(others)}", tensor=span.name
+                f"{span.name} shares part of its memory with {others}", tensor=span.name
             )
         view.fill_(True)
 

@@ -12,8 +12,6 @@ import secrets
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from transports.digest import available as available_digests
-
 from aiosync.errors import Validation
 from aiosync.generation import GenerationGate
 from aiosync.infos import parse_info
@@ -24,6 +22,7 @@ from aiosync.watchable import Watchable
 from aiosync.worker_cycle import WorkerCycle
 from statemachines.machine import StateMachine
 from statemachines.tables import ENGINE, State, Weights
+from transports.digest import available as available_digests
 from transports.lane import Lane
 
 if TYPE_CHECKING:

@@ -88,7 +88,7 @@ class WorkerCycle:
         target = self._successor(header)
         await engine.machine.pass_gates(Trigger.START, version=_label(target))
         # No await from here to the session: nobody slips in between check, flip and owner.
-        if engine.state is not State.INITIALIZED or self._initialising:
+        if self._initialising or not engine.machine.may(Trigger.START):
             raise engine.wrong_order("start")
         self.ownership.check(header, "start")
         number = self.ownership.begin(header)
@@ -136,7 +136,7 @@ class WorkerCycle:
                 raise self.ownership.outcome
             return  # the same call again: the round was committed
         label: Any = weight_version  # a caller by hand may pass an int
-        if not isinstance(label, str | None):
+        if label is not None and type(label) is not str:
             raise Validation(f"weight_version must be a str or None, not {label!r}", phase="finish")
         session = self._open_session("finish")
         commit = functools.partial(self._commit, bare, session, weight_version)
@@ -298,6 +298,9 @@ class WorkerCycle:
         self.session = None
         if self.sink is not None:
             self.sink.abort()
+            if engine.lane_poisoned:
+                # A stuck writer may wake up late: the next round gets other spare memory.
+                self.sink.release()
             engine.weights = Weights(self.sink.weights)
         if error is None or not isinstance(error, Exception):
             error = RoundCancelled("the worker stopped during the round", round=session.number)

@@ -8,7 +8,7 @@ RemoteError`` catches every kind that came over the wire.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 _FIELDS = ("replica", "rank", "phase", "tensor", "round", "weights", "next_step")
 
@@ -50,8 +50,8 @@ class AiosyncError(Exception):
 
     def __new__(cls, *args: Any, **_kwargs: Any) -> Self:
         side = cls if issubclass(cls, (LocalError, RemoteError)) else cls._on_side(LocalError)
-        if issubclass(side, MemoryError):  # whose own __new__ must be called, and only its
-            return MemoryError.__new__(side, *args[:1])  # type: ignore[return-value]
+        if issubclass(side, MemoryError):  # its own __new__ refuses a class with more bases
+            return cast("Self", Exception.__new__(side, *args[:1]))
         return super().__new__(side, *args[:1])
 
     def __init__(

@@ -105,16 +105,24 @@ def _leftovers() -> set[str]:
 
 
 def _children() -> set[str]:
-    children = set()
+    """All descendants, except the lasting ones that are our own children."""
+    parents, commands = {}, {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parent = int(status.read_text().rpartition(")")[2].split()[1])
-            command = (status.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except (OSError, ValueError):  # it ended while we looked
+            parents[status.parent.name] = status.read_text().rpartition(")")[2].split()[1]
+            commands[status.parent.name] = (status.parent / "cmdline").read_bytes()
+        except OSError:  # it ended while we looked
             continue
-        if parent == os.getpid() and not any(name in command for name in LASTING_CHILDREN):
-            children.add(f"process {status.parent.name} ({command.strip() or 'not reaped'})")
-    return children
+    found = set()
+    ours = str(os.getpid())
+    generation = {ours}
+    while generation := {pid for pid in commands if parents[pid] in generation}:
+        for pid in generation:
+            command = commands[pid].replace(b"\0", b" ").decode(errors="replace").strip()
+            lasting = any(name in command for name in LASTING_CHILDREN)
+            if not (lasting and parents[pid] == ours):
+                found.add(f"process {pid} ({command or 'not reaped'})")
+    return found
 
 
 def _shared_memory() -> set[str]:

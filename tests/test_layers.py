@@ -200,6 +200,12 @@ def test_wheel_contains_the_three_packages_and_nothing_else(tmp_path):
     (wheel,) = (tree / "dist").glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     packed = {name for name in names if ".dist-info/" not in name}
-    expected = {name_of(path) for path in MODULES} | {f"{layer}/py.typed" for layer in LAYERS}
+    expected = {
+        path.relative_to(tree).as_posix()
+        for layer in LAYERS
+        for path in (tree / layer).rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    assert {f"{layer}/py.typed" for layer in LAYERS} <= expected
     assert packed == expected
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -573,6 +577,41 @@ def test_replaced_parameters_are_found_again(mode):
     sent = fresh(net)
     update(sink, sent)
     assert same(net.weight, sent["weight"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_match_is_made_again_when_the_model_or_the_announcement_changed(mode):
+    model = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    sink = make_sink(model, mode)
+    sent = {"a": torch.ones(2), "b": torch.ones(2)}
+    update(sink, sent)
+    model["b"].data = torch.zeros(3)
+    with pytest.raises(Validation, match=r"b is of shape \(3,\)"):
+        sink.begin(announce(sent))
+    model["b"] = model["a"][:]
+    update(sink, sent)
+    model["b"] = torch.zeros(2)
+    with pytest.raises(Coverage):
+        sink.begin(announce({"a": sent["a"]}))
+    update(sink, {"a": sent["a"]}, aliases={"b": "a"})
+    assert model["b"].tolist() == [1.0, 1.0]
+    model["c"] = torch.zeros(1)
+    with pytest.raises(Coverage, match="missing from it: c"):
+        sink.begin(announce({"a": sent["a"]}), aliases={"b": "a"})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_between_rounds_a_sink_holds_none_of_the_models_memory(mode):
+    memory = np.zeros(4, dtype=np.float32)
+    gone = weakref.ref(memory)
+    model = {"w": torch.from_numpy(memory)}
+    sink = make_sink(model, mode)
+    update(sink, {"w": torch.ones(4)})
+    assert memory.tolist() == [1.0] * 4
+    model["w"].data = torch.zeros(4)  # as offloading does
+    del memory
+    gc.collect()
+    assert gone() is None
 
 
 # --- spare memory ---

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from statemachines.errors import Validation
-from transports.digest import ChunkDigest
+from transports.piece_digest import NO_BYTES, PieceDigest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from transports.piece_digest import Hashable
     from transports.planning import Piece, Plan
     from transports.segments import Segment
     from transports.stream import Progress
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
 # A group is hashed while it is still in the core's cache, and abort is looked at in between.
 _GROUP_NBYTES = 1 << 20
 _GROUP_LENGTH = 512
-NO_BYTES = torch.empty(0, dtype=torch.uint8)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor as a 1-d uint8 view."""
-    return tensor.view(-1).view(torch.uint8) if tensor.nbytes else NO_BYTES
 
 
 @final
@@ -67,7 +62,7 @@ class PieceViews:
         self.resident = handle is not None
         self.home = None if handle is None else (handle[0], handle[1] + self.start)
         self.view: torch.Tensor | None = None
-        self.raw: torch.Tensor | None = None
+        self.raw: Hashable | None = None
         self.dtype: torch.dtype | None = None
         self.shape: torch.Size | None = None
 
@@ -90,15 +85,39 @@ class PieceViews:
             self.dtype, self.shape = tensor.dtype, tensor.shape
         return self.view
 
-    def shared_bytes(self) -> torch.Tensor:
-        """Its bytes in shared memory; kept."""
+    def shared_bytes(self, digest: PieceDigest) -> Hashable:
+        """Its bytes in shared memory, as `digest` takes them; kept."""
         if self.raw is None:
             if self.nbytes == 0:
-                return NO_BYTES
+                return digest.kept(NO_BYTES)
             if self.home is None:
                 raise Validation(f"tensor {self.tensor} has no place in shared memory")
-            self.raw = self.home[0].view(self.home[1], self.nbytes)
+            self.raw = digest.kept(self.home[0].view(self.home[1], self.nbytes))
         return self.raw
+
+
+@final
+class Run:
+    """A chunk of whole, copied tensors whose views are all there: lists instead of a loop."""
+
+    __slots__ = ("dtypes", "indices", "nbytes", "shapes", "step", "views")
+
+    def __init__(self, pieces: list[PieceViews]) -> None:
+        self.indices = [piece.tensor for piece in pieces]
+        self.views = [piece.view for piece in pieces if piece.view is not None]
+        self.dtypes = [piece.dtype for piece in pieces]
+        self.shapes = [piece.shape for piece in pieces]
+        self.nbytes = [piece.nbytes for piece in pieces]
+        # As many tensors at once as make up about a group.
+        average = max(1, sum(self.nbytes) // len(pieces))
+        self.step = max(1, min(_GROUP_LENGTH, _GROUP_NBYTES // average))
+
+    def fits(self, at: int, tensors: list[torch.Tensor]) -> bool:
+        """Whether the views from `at` on are those of these tensors."""
+        end = at + len(tensors)
+        return [t.dtype for t in tensors] == self.dtypes[at:end] and (
+            [t.shape for t in tensors] == self.shapes[at:end]
+        )
 
 
 @final
@@ -110,9 +129,10 @@ class ChunkViews:
         complete: Tensors whose last byte is in this chunk.
         copied: Some of its bytes travel through a buffer.
         segment, base: Where those are; None and 0 until `settle`.
+        run: The quick way, once `learn` has found that there is one.
     """
 
-    __slots__ = ("base", "complete", "copied", "index", "nbytes", "pieces", "segment")
+    __slots__ = ("base", "complete", "copied", "index", "nbytes", "pieces", "run", "segment")
 
     def __init__(
         self, index: int, nbytes: int, pieces: list[PieceViews], complete: list[int]
@@ -124,13 +144,19 @@ class ChunkViews:
         self.copied = any(not piece.resident for piece in pieces if piece.nbytes)
         self.segment: Segment | None = None
         self.base = 0
+        self.run: Run | None = None
 
     def settle(self, segment: Segment | None, base: int) -> None:
         """Place the chunk; views are kept if it was there before."""
         if self.segment is not segment or self.base != base or segment is None:
-            self.segment, self.base = segment, base
+            self.segment, self.base, self.run = segment, base, None
             for piece in self.pieces:
                 piece.settle(segment, base)
+
+    def learn(self) -> None:
+        """Remember what the pieces looked like this time."""
+        plain = all(p.whole and p.view is not None and not p.resident for p in self.pieces)
+        self.run = Run(self.pieces) if plain and self.pieces else None
 
 
 def chunk_views(plan: Plan, resident: Mapping[int, tuple[Segment, int]]) -> list[ChunkViews]:
@@ -149,18 +175,18 @@ class CopyQueue:
 
     Attributes:
         copied: Bytes copied so far.
+        digest: Of the current chunk; None where digests are off.
     """
 
     def __init__(self, waker: Waker, progress: Progress, *, digest: str | None) -> None:
         self._waker = waker
         self._progress = progress
-        self._kind = digest
-        self._digest = None if digest is None else ChunkDigest(digest)
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        self._raws: list[torch.Tensor] = []
+        self._raws: list[Hashable] = []
         self._nbytes = 0
         self.copied = 0
+        self.digest = None if digest is None else PieceDigest(digest)
 
     def add(self, target: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
         """Copy `source` into `target`: same dtype and shape, any strides."""
@@ -170,9 +196,26 @@ class CopyQueue:
         if self._nbytes >= _GROUP_NBYTES or len(self._targets) >= _GROUP_LENGTH:
             self.flush()
 
-    def add_bytes(self, raw: torch.Tensor) -> None:
+    def add_bytes(self, raw: Hashable) -> None:
         """Hash these bytes, once what is added next has been copied too."""
         self._raws.append(raw)
+
+    def add_run(
+        self,
+        run: Run,
+        at: int,
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        raws: Sequence[Hashable],
+    ) -> None:
+        """Copy, and hash, many at once: pieces `at` and following of a run."""
+        self.flush()
+        for start in range(0, len(targets), run.step):
+            end = start + run.step
+            self._targets, self._sources = targets[start:end], sources[start:end]
+            self._nbytes = sum(run.nbytes[at + start : at + start + len(self._targets)])
+            self._raws.extend(raws[start:end])
+            self.flush()
 
     def flush(self) -> None:
         """Run what has been collected.
@@ -185,9 +228,9 @@ class CopyQueue:
             with torch.no_grad():
                 torch._foreach_copy_(self._targets, self._sources)
             self._targets, self._sources = [], []
-        if self._digest is not None:
+        if self.digest is not None:
             for raw in self._raws:
-                self._digest.update(raw)
+                self.digest.update(raw)
         self._raws = []
         self._progress.step(self._nbytes)
         self.copied += self._nbytes
@@ -196,8 +239,4 @@ class CopyQueue:
     def end_chunk(self) -> int | None:
         """Finish the chunk; its digest, where digests are on."""
         self.flush()
-        if self._digest is None or self._kind is None:
-            return None
-        value = self._digest.value()
-        self._digest = ChunkDigest(self._kind)
-        return value
+        return None if self.digest is None else self.digest.end()

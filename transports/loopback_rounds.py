@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, final
-
-import torch
 
 from statemachines.errors import Validation
 from transports.digest import ChunkDigest
@@ -18,6 +17,8 @@ from transports.stream import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
 
     from transports.planning import Piece, Plan
 
@@ -131,7 +132,7 @@ class Hall:
         return found
 
 
-class Half:
+class Half(ABC):
     """What a sender and a receiver have in common."""
 
     def __init__(self, hall: Hall, name: str, faults: Sequence[Fault]) -> None:
@@ -160,8 +161,9 @@ class Half:
             self._is_aborted = self._was_seen = False
             self._hall.changed.notify_all()
 
+    @abstractmethod
     def _leave(self, reason: str) -> None:
-        raise NotImplementedError
+        """Mark this side's place as left, unless it is already; under the condition."""
 
     def _begin(self, phase: str, number: int, stall: float) -> None:
         if isinstance(stall, bool) or not 0 < stall < math.inf:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from statemachines.errors import AiosyncError, InvalidTransition, Validation
 from transports import shm_messages as wire
-from transports.chunk_copy import CopyQueue, bytes_of, chunk_views
+from transports.chunk_copy import CopyQueue, chunk_views
 from transports.digest import available, chain
 from transports.errors import DigestMismatch, PeerLost, PhaseTimeout
 from transports.links import FDS_LIMIT, Link
+from transports.piece_digest import bytes_of
 from transports.planning import ALIGNED
 from transports.segments import Segment
 from transports.shm_readers import check_stall
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from transports.chunk_copy import ChunkViews, PieceViews
+    from transports.chunk_copy import ChunkViews, PieceViews, Run
     from transports.planning import Plan
 
 _SENDER = "trainer"
@@ -185,8 +186,10 @@ class ShmReceiver:
             if ready.chunk != chunk.index:
                 raise Validation(f"chunk {ready.chunk} came where {chunk.index} was due")
             self._place(chunk, ready)
-            for piece in chunk.pieces:
-                self._copy(queue, piece, destination(piece.tensor), plan, hashed=kind is not None)
+            if chunk.run is None or not self._copy_run(queue, chunk.run, destination):
+                for piece in chunk.pieces:
+                    self._copy(queue, piece, destination(piece.tensor), plan)
+                chunk.learn()
             value = queue.end_chunk()
             self._copied, queue.copied = self._copied + queue.copied, 0
             if value != ready.digest:
@@ -213,26 +216,33 @@ class ShmReceiver:
         segment.view(ready.offset, chunk.nbytes)
         chunk.settle(segment, ready.offset)
 
-    def _copy(
-        self, queue: CopyQueue, piece: PieceViews, target: torch.Tensor, plan: Plan, *, hashed: bool
-    ) -> None:
-        if target.nbytes != plan.sizes[piece.tensor] or not target.is_contiguous():
+    def _copy_run(
+        self, queue: CopyQueue, run: Run, destination: Callable[[int], torch.Tensor]
+    ) -> bool:
+        targets = [destination(index) for index in run.indices]
+        if not run.fits(0, targets) or not all(t.is_contiguous() and t.is_cpu for t in targets):
+            return False
+        raws = [] if queue.digest is None else [queue.digest.passing(t) for t in targets]
+        queue.add_run(run, 0, targets, run.views, raws)
+        return True
+
+    def _copy(self, queue: CopyQueue, piece: PieceViews, target: torch.Tensor, plan: Plan) -> None:
+        size = plan.sizes[piece.tensor]
+        if target.nbytes != size or not target.is_contiguous() or not target.is_cpu:
             raise Validation(
-                f"the destination of tensor {piece.tensor} has {target.nbytes} bytes "
-                f"(contiguous: {target.is_contiguous()}), the plan {plan.sizes[piece.tensor]}",
+                f"the destination of tensor {piece.tensor} has {target.nbytes} bytes on "
+                f"{target.device} (contiguous: {target.is_contiguous()}), the plan {size}",
                 tensor=str(piece.tensor),
             )
         if not piece.nbytes:
-            if hashed:
-                queue.add_bytes(piece.shared_bytes())
+            if queue.digest is not None:
+                queue.add_bytes(piece.shared_bytes(queue.digest))
             return
         view = piece.view_like(target)
-        if hashed or not piece.whole:
-            raw = bytes_of(target.detach())
-            if not piece.whole:
-                target = raw = raw.narrow(0, piece.start, piece.nbytes)
-            if hashed:
-                queue.add_bytes(raw)
+        if not piece.whole:
+            target = bytes_of(target).narrow(0, piece.start, piece.nbytes)
+        if queue.digest is not None:
+            queue.add_bytes(queue.digest.passing(target))
         queue.add(target, view, piece.nbytes)
 
     def _await(self, link: Link, kind: type[T], stall: float) -> T:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from statemachines.errors import InvalidTransition, Validation
 from transports import shm_messages as wire
-from transports.chunk_copy import CopyQueue, bytes_of
+from transports.chunk_copy import CopyQueue
 from transports.digest import available, chain
 from transports.listener import Listener
+from transports.piece_digest import bytes_of
 from transports.segments import ALIGNMENT
 from transports.sender_memory import SenderMemory
 from transports.shm_readers import Readers, check_stall
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from transports.chunk_copy import ChunkViews, PieceViews
+    from transports.chunk_copy import ChunkViews, PieceViews, Run
+    from transports.piece_digest import Hashable
     from transports.planning import Plan
     from transports.segments import Segment
     from transports.sharing import SharedStorage
@@ -165,13 +167,17 @@ class ShmSender:
         pieces, at, queue = chunk.pieces, self._piece, self._queue
         if at == 0 and chunk.copied and self._memory.buffers is not None:
             readers.wait_acked(self._chunk - self._memory.buffers + 1)
+        if chunk.run is not None:
+            count = self._fill_run(chunk, chunk.run, batch[done : done + len(pieces) - at])
+            at += count
+            done += count
         while done < len(batch) and at < len(pieces):
             index, tensor = batch[done]
             piece = pieces[at]
             if piece.tensor != index or tensor.nbytes != self._sizes[index]:
                 raise _unplanned(piece, index, tensor)
-            if self._kind is not None:
-                queue.add_bytes(piece.shared_bytes())
+            if queue.digest is not None:
+                queue.add_bytes(piece.shared_bytes(queue.digest))
             if piece.resident:
                 self._check_resident(piece, tensor)
             elif piece.whole and piece.nbytes:
@@ -182,14 +188,31 @@ class ShmSender:
             done += piece.final
         self._piece = at
         if at == len(pieces):
+            if chunk.run is None:
+                chunk.learn()
             self._end_chunk(readers, chunk)
         return done
+
+    def _fill_run(
+        self, chunk: ChunkViews, run: Run, part: Sequence[tuple[int, torch.Tensor]]
+    ) -> int:
+        """The same for a chunk that looks as it did in the last round; returns how many went."""
+        at, queue = self._piece, self._queue
+        tensors = [tensor for _, tensor in part]
+        end = at + len(tensors)
+        if [index for index, _ in part] != run.indices[at:end] or not run.fits(at, tensors):
+            chunk.run = None
+            return 0
+        raws: list[Hashable] = []
+        if queue.digest is not None:
+            raws = [piece.shared_bytes(queue.digest) for piece in chunk.pieces[at:end]]
+        queue.add_run(run, at, run.views[at:end], tensors, raws)
+        return len(tensors)
 
     def _part(self, piece: PieceViews, tensor: torch.Tensor) -> torch.Tensor:
         # A tensor that is split over chunks and is not contiguous is made so once, not per piece.
         if self._split is None or piece.start == 0:
-            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            self._split = bytes_of(plain)
+            self._split = bytes_of(tensor.resolve_conj().resolve_neg().contiguous())
         part = self._split.narrow(0, piece.start, piece.nbytes)
         if piece.final:
             self._split = None

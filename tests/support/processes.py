@@ -119,9 +119,7 @@ async def program(script: str, *args: str) -> AsyncIterator[Program]:
         os.close(child_out)
     reader = asyncio.StreamReader()
     file = os.fdopen(stdout, "rb", buffering=0)
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), file
-    )
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
     process = Program(pid, stdin, reader, os.pidfd_open(pid))
     try:
         yield process

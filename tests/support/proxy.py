@@ -61,7 +61,10 @@ class Proxy:
         async with (
             aiohttp.ClientSession(connector=connector) as session,
             session.request(
-                request.method, f"http://replica{request.rel_url}", data=body, headers=_kept(request)
+                request.method,
+                f"http://replica{request.rel_url}",
+                data=body,
+                headers=_kept(request),
             ) as reply,
         ):
             data = await reply.read()

@@ -1,0 +1,210 @@
+"""The demonstration's work: learn, sync and sample at the same time, then compare bits."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from aiosync.demo import checkpoint
+from aiosync.demo.lag import LagSampler, measure_floor, percentile_ms
+from aiosync.demo.learner import Rollouts
+from aiosync.demo.messages import GenerateRequest
+from aiosync.demo.outcome import Outcome, Row, Summary
+from aiosync.demo.replicas import generate
+from aiosync.demo.worker import logit_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiosync.demo.learner import Learner
+    from aiosync.demo.outcome import Options
+    from aiosync.demo.replicas import Replica
+    from aiosync.demo.view import View
+    from aiosync.report import Report
+    from aiosync.trainer import TrainerWeightTransferEngine
+    from transports.lane import Lane
+
+_PER_REQUEST = 64
+# Keep the seeds of all requests of all runs apart.
+_STEPS, _REQUESTS = 1 << 20, 1 << 10
+_FLOOR_S = 2.0
+_ENDS = 5
+_JUDGED_FROM = 20
+_LEAST_GAIN = 0.2
+_FIXED_PROMPTS = 16
+
+
+@dataclass(frozen=True)
+class _Batch:
+    rollouts: Rollouts
+    versions: list[int]
+
+
+@final
+class Training:
+    """One run of the learner against workers that serve already."""
+
+    def __init__(
+        self,
+        options: Options,
+        view: View,
+        *,
+        engine: TrainerWeightTransferEngine[Any],
+        fleet: Sequence[Replica],
+        lane: Lane,
+        learner: Learner,
+    ) -> None:
+        self._options = options
+        self._view = view
+        self._engine = engine
+        self._fleet = fleet
+        self._lane = lane
+        self._learner = learner
+        self._lag = LagSampler()
+        self._seen = 0
+        self._rewards: list[float] = []
+        self._reports: list[Report] = []
+        self._failures: list[str] = []
+        self._fixed = learner.task.prompts(_FIXED_PROMPTS, torch.Generator().manual_seed(0))
+
+    async def run(self, extra: dict[str, torch.Tensor], backend: str) -> Outcome:
+        """All steps, the checks, and the lag's floor.
+
+        Args:
+            extra: Tensors that travel beside the policy.
+            backend: Its name, for the summary.
+        """
+        self._view.note("training")
+        async with self._lag.running():
+            await self._sync(0)
+            batch = await self._sample(1)
+            for step in range(1, self._options.rounds):
+                batch = await self._step(step, batch)
+            await self._last_step(batch)
+        await self._check_checkpoint(extra)
+        self._view.note("measuring the event loop's lag without the library")
+        tensors = [*self._learner.model.parameters(), *extra.values()]
+        floor = await measure_floor(tensors, self._lane, _FLOOR_S)
+        self._view.note("done")
+        return self._sum_up(backend, floor)
+
+    async def _step(self, step: int, batch: _Batch) -> _Batch:
+        """Learn from `batch` and publish, while the workers sample the next one."""
+        ahead = asyncio.create_task(self._sample(step + 1))
+        try:
+            reward = await self._learn(batch)
+            await self._sync(step, reward=reward, versions=batch.versions)
+            return await ahead
+        finally:
+            ahead.cancel()
+            await asyncio.wait([ahead])
+
+    async def _last_step(self, batch: _Batch) -> None:
+        reward = await self._learn(batch)
+        self._failures += [
+            f"{name} computed the trainer's logits already before the last sync"
+            for name, is_equal in await self._compare()
+            if is_equal
+        ]
+        last = self._options.rounds
+        await self._sync(last, reward=reward, versions=batch.versions)
+        self._failures += [
+            f"{name} does not compute the trainer's logits after the last sync"
+            for name, is_equal in await self._compare()
+            if not is_equal
+        ]
+
+    async def _learn(self, batch: _Batch) -> float:
+        stats = await self._lane.run(self._learner.learn, batch.rollouts)
+        self._rewards.append(stats.reward)
+        return stats.reward
+
+    async def _sync(
+        self, version: int, *, reward: float | None = None, versions: Sequence[int] = ()
+    ) -> None:
+        report = await self._engine.send_weights(version=version)
+        self._reports.append(report)
+        if not report.verified:
+            self._failures.append(f"no digest was compared for version {version}")
+        lag = self._lag.samples[self._seen :]
+        self._seen += len(lag)
+        row = Row(
+            version=version,
+            nbytes=report.nbytes,
+            seconds=report.seconds,
+            lag_ms=percentile_ms(lag, 99),
+            verified=report.verified,
+            reward=reward,
+            sampled_by=list(versions),
+        )
+        self._view.round(row)
+
+    async def _sample(self, step: int) -> _Batch:
+        """Answers to new prompts, from all workers; the versions that sampled them are kept."""
+        config = self._learner.config
+        prompts = await self._lane.run(self._learner.make_prompts)
+        requests = [
+            GenerateRequest(
+                prompts=piece.tolist(),
+                new_tokens=config.task.count,
+                temperature=config.temperature,
+                seed=(self._options.seed * _STEPS + step) * _REQUESTS + index,
+            )
+            for index, piece in enumerate(prompts.split(_PER_REQUEST))
+        ]
+        answers = await generate(self._fleet, requests)
+        rollouts = Rollouts(
+            prompts=prompts,
+            tokens=torch.tensor([row for answer in answers for row in answer.tokens]),
+            logprobs=torch.tensor([row for answer in answers for row in answer.logprobs]),
+        )
+        return _Batch(rollouts, sorted({int(answer.version or 0) for answer in answers}))
+
+    async def _compare(self) -> list[tuple[str, bool]]:
+        """For each worker, whether its logits are the trainer's, bit by bit."""
+        mine = await self._lane.run(logit_bits, self._learner.model, self._fixed)
+        tokens = self._fixed.tolist()
+        theirs = await asyncio.gather(*(replica.logits(tokens) for replica in self._fleet))
+        return [
+            (replica.name, reply.bits == mine)
+            for replica, reply in zip(self._fleet, theirs, strict=True)
+        ]
+
+    async def _check_checkpoint(self, extra: dict[str, torch.Tensor]) -> None:
+        if not extra:
+            return
+        self._view.note("comparing every tensor of the checkpoint")
+        mine = await self._lane.run(checkpoint.fingerprints, extra)
+        for replica in self._fleet:
+            theirs = (await replica.fingerprints()).sha256
+            wrong = sorted(name for name in mine | theirs if mine.get(name) != theirs.get(name))
+            if wrong:
+                self._failures.append(
+                    f"{replica.name} holds other bytes than the checkpoint in {len(wrong)} of"
+                    f" {len(mine)} tensors, {wrong[0]} among them"
+                )
+
+    def _sum_up(self, backend: str, floor: list[float]) -> Outcome:
+        verified = not self._failures
+        first = statistics.fmean(self._rewards[:_ENDS])
+        last = statistics.fmean(self._rewards[-_ENDS:])
+        if self._options.rounds >= _JUDGED_FROM and last - first < _LEAST_GAIN:
+            self._failures.append(f"the reward went from {first:.2f} to {last:.2f} only")
+        totals = [report.seconds["total"] for report in self._reports[1:]]
+        summary = Summary(
+            rounds=self._options.rounds,
+            workers=len(self._fleet),
+            backend=backend,
+            verified=verified,
+            bytes_per_round=self._reports[-1].nbytes,
+            round_ms_median=round(statistics.median(totals) * 1000, 3),
+            loop_lag_ms_p99=round(percentile_ms(self._lag.samples, 99), 3),
+            loop_lag_floor_ms_p99=round(percentile_ms(floor, 99), 3),
+            reward_first=round(first, 4),
+            reward_last=round(last, 4),
+        )
+        return Outcome(summary=summary, failures=self._failures)

@@ -1,0 +1,136 @@
+"""Backend ``loopback``: both sides in one process, over a link with scripted faults. For tests.
+
+The link (`transports.loopback.LoopbackLink`) copies bytes through queues; give the trainer the
+link, and drive the worker engine through `aiosync.testing.DirectClient`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import msgspec
+
+from aiosync.config import TrainerInitInfo, WeightTransferInitInfo
+from aiosync.engines.streamed import StreamedTrainerEngine, StreamedWorkerEngine
+from aiosync.errors import Validation
+from transports.loopback import LoopbackLink
+
+if TYPE_CHECKING:
+    from aiosync.members import MemberLink
+    from statemachines.hub import TransitionHub
+    from transports.stream import Receiver, Sender
+
+_LINKS: weakref.WeakValueDictionary[str, LoopbackLink] = weakref.WeakValueDictionary()
+"""Links of this process by name: what an init info can carry. Dropped links leave by themselves."""
+
+
+@dataclass
+class LoopbackTrainerInitInfo(TrainerInitInfo):
+    """Trainer side.
+
+    Attributes:
+        link: One reader per worker.
+        buffer_size_bytes: Size of one chunk at most.
+        lease_s, lineage: As for every backend.
+    """
+
+    backend: ClassVar[str] = "loopback"
+    link: LoopbackLink = field(default_factory=LoopbackLink)
+    buffer_size_bytes: int = 1 << 16
+    lease_s: float | None = field(default=None, kw_only=True)
+    lineage: str | None = field(default=None, kw_only=True)
+
+
+class LoopbackWeightTransferInitInfo(
+    msgspec.Struct, WeightTransferInitInfo, kw_only=True, forbid_unknown_fields=True
+):
+    """Worker side: which link of this process, and which of its readers."""
+
+    link: str
+    reader: int
+    buffer_size_bytes: int
+    digest: str | None = None
+
+
+class LoopbackTrainerWeightTransferEngine(StreamedTrainerEngine[LoopbackTrainerInitInfo]):
+    """Sends over the link's sender half."""
+
+    init_info_cls = LoopbackTrainerInitInfo
+    backend_name = "loopback"
+
+    def __init__(
+        self,
+        *,
+        client: Any,
+        source: Any,
+        link: LoopbackLink,
+        buffer_size_bytes: int = 1 << 16,
+        **options: Any,
+    ) -> None:
+        super().__init__(client=client, source=source, **options)
+        self.link = link
+        self.buffer_nbytes = buffer_size_bytes
+
+    @classmethod
+    def from_init_info(
+        cls,
+        init_info: LoopbackTrainerInitInfo,
+        *,
+        client: Any,
+        source: Any,
+        hub: TransitionHub | None,
+    ) -> Self:
+        return cls(
+            client=client,
+            source=source,
+            link=init_info.link,
+            buffer_size_bytes=init_info.buffer_size_bytes,
+            is_sender=init_info.is_sender,
+            rank=init_info.rank,
+            hub=hub,
+            lease_s=init_info.lease_s,
+            lineage=init_info.lineage,
+        )
+
+    def open_sender(self) -> Sender:
+        if len(self.links) != len(self.link.receivers):
+            raise Validation(
+                f"the link has {len(self.link.receivers)} reader(s) for {len(self.links)} worker(s)"
+            )
+        return self.link.sender
+
+    def close_sender(self, sender: Sender) -> None:
+        sender.close()
+
+    def address_info(self, sender: Sender) -> dict[str, Any]:
+        name = f"link-{id(self.link)}"
+        _LINKS[name] = self.link
+        return {"link": name}
+
+    def member_payload(self, link: MemberLink) -> dict[str, Any]:
+        return {"reader": self.links.index(link)}
+
+
+class LoopbackWeightTransferEngine(StreamedWorkerEngine[LoopbackWeightTransferInitInfo]):
+    """Receives from one of the link's reader halves."""
+
+    init_info_cls = LoopbackWeightTransferInitInfo
+
+    def open_receiver(self, init_info: LoopbackWeightTransferInitInfo) -> Receiver:
+        link = _LINKS.get(init_info.link)
+        if link is None:
+            raise Validation(f"init_info.link: this process has no link {init_info.link!r}")
+        return link.receivers[init_info.reader]
+
+    def close_receiver(self, receiver: Receiver) -> None:
+        receiver.close()
+
+
+__all__ = [
+    "LoopbackTrainerInitInfo",
+    "LoopbackTrainerWeightTransferEngine",
+    "LoopbackWeightTransferEngine",
+    "LoopbackWeightTransferInitInfo",
+]

@@ -1,0 +1,284 @@
+"""What every backend with a sender and a receiver has in common.
+
+Both sides cut the announced tensors into the same chunks (`transports.planning`); the update info
+announces them once and is short afterwards. A backend adds its own sender, its receiver, and what
+the workers need to know to find each other.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import msgspec
+
+from aiosync.config import WeightTransferUpdateInfo
+from aiosync.defaults import DEFAULTS
+from aiosync.errors import ProtocolMismatch, Validation
+from aiosync.metadata import from_wire, meta_nbytes, metadata_digest, to_wire
+from aiosync.streaming import stream_in, stream_out
+from aiosync.trainer import TrainerWeightTransferEngine
+from aiosync.worker import WeightTransferEngine
+from transports.digest import available as available_digests
+from transports.planning import ALIGNED, plan_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiosync.feed import SourceFeed
+    from aiosync.metadata import ParamMeta
+    from aiosync.round import Round
+    from transports.planning import Plan
+    from transports.stream import Receiver, Sender, StreamSummary
+
+Init = TypeVar("Init")
+
+
+class StreamUpdateInfo(
+    msgspec.Struct, WeightTransferUpdateInfo, kw_only=True, forbid_unknown_fields=True
+):
+    """One round's announcement. Three empty lists mean: the metadata of the last round.
+
+    Attributes:
+        names, dtype_names, shapes: As on vLLM's wire.
+        metadata_digest: Of the metadata that is meant; guards the empty lists.
+        plan_digest: Of the chunk plan; both sides cut the same bytes or refuse.
+        aliases: Further names of tied tensors, each with the name that travels.
+        stall_s: Longest silence of the sender.
+        round: The trainer's number of the round.
+        ipc_handles_pickled: vLLM's pickled CUDA handles: always refused.
+    """
+
+    names: list[str] = []
+    dtype_names: list[str] = []
+    shapes: list[list[int]] = []
+    metadata_digest: str
+    plan_digest: str
+    aliases: dict[str, str] = {}
+    stall_s: float = DEFAULTS.stall_s
+    round: int = 0
+    ipc_handles_pickled: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.ipc_handles_pickled is not None:
+            raise ValueError("pickled handles are never loaded")
+
+
+def plan_of(metadata: Sequence[ParamMeta], limit: int) -> Plan:
+    """The chunk plan both sides make from the same metadata and buffer size."""
+    return plan_chunks(
+        [meta_nbytes(meta) for meta in metadata],
+        [meta.dtype.itemsize for meta in metadata],
+        limit=limit,
+        rule=ALIGNED,
+        names=[meta.name for meta in metadata],
+    )
+
+
+class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
+    """Announces, plans and streams; a backend makes the sender."""
+
+    reusable_after_abort = True
+    buffer_nbytes: int = DEFAULTS.buffer_bytes
+    """Size of one chunk at most; set by the backend's constructor."""
+
+    def __init__(self, *, client: Any, source: Any, **options: Any) -> None:
+        if source is None:
+            raise Validation(
+                f"{self.backend_name} needs a WeightSource (or a torch.nn.Module)", phase="init"
+            )
+        super().__init__(client=client, source=source, **options)
+        self.digest: str | None = None
+        """Digest kind that all members can check; None: completeness only."""
+        self.sender: Sender | None = None
+        self._announced: dict[str, str] = {}
+        self._bytes_before = 0
+        self._metadata_digest = ""
+
+    @abstractmethod
+    def open_sender(self) -> Sender:
+        """Make the sender; called once per channel, during init."""
+
+    @abstractmethod
+    def close_sender(self, sender: Sender) -> None:
+        """Free the sender for good."""
+
+    @abstractmethod
+    def address_info(self, sender: Sender) -> dict[str, Any]:
+        """What the workers' init info says about the sender."""
+
+    def before_transmit(self, sender: Sender, feed: SourceFeed) -> None:
+        """Last preparation of a round."""
+
+    def check_peers(self) -> None:
+        offered: set[str] = set(available_digests())
+        for link in self.links:
+            peer = link.peer
+            if not link.speaks_ours or peer is None:
+                raise ProtocolMismatch(
+                    f"backend {self.backend_name} needs aiosync workers; the peer is not one",
+                    replica=link.name,
+                    phase="init",
+                    next_step="serve the model with an aiosync worker, or use another backend",
+                )
+            theirs = peer.detail.get("backend")
+            if theirs != self.backend_name:
+                raise ProtocolMismatch(
+                    f"the worker's backend is {theirs!r}, the trainer's is {self.backend_name!r}",
+                    replica=link.name,
+                    phase="init",
+                )
+            offered &= set(peer.digests)
+        # Best first; without a common one (or with verify="counts") completeness is checked.
+        self.digest = next((kind for kind in available_digests() if kind in offered), None)
+
+    def get_worker_init_payload(self) -> dict[str, Any]:
+        if self.sender is None:
+            self.sender = self.open_sender()
+        self._announced.clear()
+        common = {"buffer_size_bytes": self.buffer_nbytes, "digest": self.digest}
+        return common | self.address_info(self.sender)
+
+    def make_plan(self, feed: SourceFeed) -> Plan:
+        wire = from_wire(*to_wire(feed.metadata))  # owners and meshes are the trainer's own
+        self._metadata_digest = metadata_digest(wire)
+        return plan_of(feed.metadata, self.buffer_nbytes)
+
+    def update_payload(self, round: Round) -> dict[str, Any]:
+        feed, plan = round.validated()
+        digest = self._metadata_digest
+        # Lists travel once per worker and metadata; afterwards the digest names them.
+        known = all(self._announced.get(link.name) == digest for link in round.links)
+        names, dtype_names, shapes = ([], [], []) if known else to_wire(feed.metadata)
+        return {
+            "names": names,
+            "dtype_names": dtype_names,
+            "shapes": shapes,
+            "metadata_digest": digest,
+            "plan_digest": plan.digest,
+            "aliases": dict(getattr(self.source, "aliases", None) or {}),
+            "stall_s": round.budget.stall,
+            "round": round.number,
+        }
+
+    async def transmit(self, round: Round) -> StreamSummary:
+        feed, plan = round.validated()
+        sender = self.sender
+        assert sender is not None  # made by init
+        self._bytes_before = sender.progress.nbytes
+        self.before_transmit(sender, feed)
+        summary = await stream_out(
+            feed,
+            sender,
+            plan=plan,
+            readers=len(round.links),
+            round=round.number,
+            stall=round.budget.stall,
+            grace=round.budget.cleanup / 2,
+            lane=self.source_lane,
+        )
+        for link in round.links:
+            self._announced[link.name] = self._metadata_digest
+        return summary
+
+    def dispose(self) -> None:
+        sender, self.sender = self.sender, None
+        self._bytes_before = 0
+        self._announced.clear()
+        if sender is not None:
+            self.close_sender(sender)
+
+    def sent_bytes(self) -> int:
+        return self.sender.progress.nbytes - self._bytes_before if self.sender else 0
+
+    def progress_at(self) -> float:
+        return self.sender.progress.at if self.sender is not None else super().progress_at()
+
+
+class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
+    """Checks the announcement and streams into the sink; a backend makes the receiver."""
+
+    update_info_cls: ClassVar[type] = StreamUpdateInfo
+    supports_draft_weight_update = False
+    reusable_after_abort = True
+    uses_sink = True
+
+    receiver: Receiver | None = None
+    _limit = DEFAULTS.buffer_bytes
+    _bytes_before = 0
+    _known: tuple[str, list[ParamMeta], Plan] | None = None
+
+    @abstractmethod
+    def open_receiver(self, init_info: Init) -> Receiver:
+        """Make the receiver; connects when a round is received."""
+
+    @abstractmethod
+    def close_receiver(self, receiver: Receiver) -> None:
+        """Free the receiver for good."""
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        self._known = None
+        self._limit = init_info.buffer_size_bytes  # type: ignore[attr-defined] # in all of them
+        self.receiver = self.open_receiver(init_info)
+
+    async def start_weight_update(self) -> None:
+        return
+
+    async def receive_weights(self, update_info: StreamUpdateInfo) -> None:
+        receiver = self.receiver
+        assert receiver is not None  # the machine is initialised
+        self._bytes_before = receiver.progress.nbytes
+        metadata, plan = await self.lane.run(self._check_announced, update_info)
+        sink = self.sink
+        aliases = update_info.aliases
+        await stream_in(
+            receiver,
+            sink,
+            plan=plan,
+            round=update_info.round,
+            stall=update_info.stall_s,
+            grace=DEFAULTS.cleanup_s / 2,
+            lane=self.lane,
+            prepare=lambda: sink.begin(metadata, aliases=aliases),
+        )
+
+    def _check_announced(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
+        known = self._known
+        if known is None or known[0] != info.metadata_digest:
+            metadata = from_wire(info.names, info.dtype_names, info.shapes)
+            if metadata_digest(metadata) != info.metadata_digest:
+                raise Validation(
+                    "update_info.metadata_digest does not match names, dtype_names and shapes"
+                    " (empty lists mean the metadata of the last round, which this worker lacks)",
+                    phase="update",
+                )
+            plan = plan_of(metadata, self._limit)
+            known = self._known = (info.metadata_digest, metadata, plan)
+        _, metadata, plan = known
+        if plan.digest != info.plan_digest:
+            raise Validation(
+                f"update_info.plan_digest: the trainer cuts {info.plan_digest}, this worker"
+                f" {plan.digest}: both sides must agree before a byte moves",
+                phase="update",
+            )
+        return metadata, plan
+
+    async def finish_weight_update(self) -> None:
+        return
+
+    def shutdown(self) -> None:
+        receiver, self.receiver = self.receiver, None
+        self._bytes_before = 0
+        self._known = None
+        if receiver is not None:
+            self.close_receiver(receiver)
+
+    def abort_receive(self) -> None:
+        if self.receiver is not None:
+            self.receiver.abort()
+
+    def received_bytes(self) -> int:
+        return self.receiver.progress.nbytes - self._bytes_before if self.receiver else 0
+
+    def progress_at(self) -> float:
+        return self.receiver.progress.at if self.receiver is not None else super().progress_at()
