@@ -213,6 +213,7 @@ _STATUS = {
     "unauthorized": 401,
     "invalid_transition": 409,
     "fenced": 409,
+    "gate_rejected": 409,
     "busy": 409,
     "refused": 409,
     "torn": 503,

@@ -74,6 +74,16 @@ async def until(ready, *args) -> None:
             await anyio.sleep(0.001)
 
 
+async def cancel_once_begun(lane: Lane, call: Blocking, fn=None, **kwargs) -> None:
+    """Run `fn` (or the call) and cancel it by a scope when it is on the thread."""
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(lambda: lane.run(fn or call, **kwargs))
+            await until(call.began.is_set)
+            scope.cancel()
+    assert scope.cancelled_caught
+
+
 def block_until(ready) -> None:
     """Hold the loop on purpose, so that what is ready for it waits."""
     deadline = time.monotonic() + 10
@@ -283,14 +293,7 @@ async def test_cancelled_before_the_call_runs_nothing(lane):
 @pytest.mark.anyio
 async def test_scope_cancellation_aborts_on_its_own_thread_and_waits(lane):
     call = Blocking()
-    with anyio.CancelScope() as scope:
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(
-                lambda: lane.run(call, abort=call.abort, discard=call.discard, grace=10.0)
-            )
-            await until(call.began.is_set)
-            scope.cancel()
-    assert scope.cancelled_caught
+    await cancel_once_begun(lane, call, abort=call.abort, discard=call.discard, grace=10.0)
     assert call.abort_threads == ["test-lane-abort"]
     assert not lane.poisoned
     assert await lane.run(int) == 0  # the lane is usable, and FIFO: the discard has been done
@@ -301,8 +304,9 @@ async def test_scope_cancellation_aborts_on_its_own_thread_and_waits(lane):
 @pytest.mark.anyio
 async def test_fail_after_raises_even_if_the_call_then_succeeds(lane):
     call = Blocking()
+    await lane.run(int)  # the thread is there, so the call begins well before the deadline
     with pytest.raises(TimeoutError):
-        with anyio.fail_after(0.02):
+        with anyio.fail_after(0.5):
             await lane.run(call, abort=call.abort, grace=10.0)
     assert not lane.poisoned
 
@@ -316,9 +320,7 @@ async def test_abort_induced_error_is_dropped(lane, caplog):
         call()
         raise OSError("communicator was aborted")
 
-    with anyio.move_on_after(0.02) as scope:
-        await lane.run(body, abort=call.abort, discard=call.discard, grace=10.0)
-    assert scope.cancelled_caught
+    await cancel_once_begun(lane, call, body, abort=call.abort, discard=call.discard, grace=10.0)
     assert await lane.run(int) == 0
     assert call.discarded == []
     assert "communicator was aborted" in caplog.text
@@ -333,8 +335,7 @@ async def test_raising_abort_is_logged_only(lane, caplog):
         call.abort()
         raise SystemExit("abort failed")
 
-    with anyio.move_on_after(0.02):
-        await lane.run(call, abort=abort, grace=10.0)
+    await cancel_once_begun(lane, call, abort=abort, grace=10.0)
     assert not lane.poisoned
     await until(lambda: "abort raised" in caplog.text)
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
@@ -348,8 +349,7 @@ async def test_raising_discard_is_logged_only(lane, caplog):
     def discard(_value: object) -> None:
         raise OSError("discard failed")
 
-    with anyio.move_on_after(0.02):
-        await lane.run(call, abort=call.abort, discard=discard, grace=10.0)
+    await cancel_once_begun(lane, call, abort=call.abort, discard=discard, grace=10.0)
     assert await lane.run(int) == 0
     assert "discard raised" in caplog.text
 
@@ -391,8 +391,7 @@ async def test_hanging_abort_of_a_call_that_returned_poisons_nothing(lane):
         let_abort_end.wait(30)
 
     with anyio.fail_after(10):
-        with anyio.move_on_after(0.02):
-            await lane.run(call, abort=abort, grace=0.1)
+        await cancel_once_begun(lane, call, abort=abort, grace=1.0)
         assert await lane.run(int) == 0
     let_abort_end.set()
 
@@ -445,12 +444,13 @@ async def test_native_cancellation_twice_aborts_once_and_still_waits(lane):
 @pytest.mark.asyncio
 async def test_asyncio_timeouts(lane, how):
     call = Blocking()
+    await lane.run(int)  # the thread is there, so the call begins well before the deadline
     run = lane.run(call, abort=call.abort, grace=10.0)
     with pytest.raises(TimeoutError):
         if how == "wait_for":
-            await asyncio.wait_for(run, 0.02)
+            await asyncio.wait_for(run, 0.5)
         else:
-            async with asyncio.timeout(0.02):
+            async with asyncio.timeout(0.5):
                 await run
     assert len(call.abort_threads) == 1
     assert not lane.poisoned
@@ -598,9 +598,7 @@ async def test_call_that_ignores_abort_poisons_the_lane(lane):
 async def test_abort_that_hangs_does_not_hold_the_caller(lane):
     call, hung = Blocking(heeds_abort=False), threading.Event()
     with anyio.fail_after(10):
-        with anyio.move_on_after(0.02) as scope:
-            await lane.run(call, abort=lambda: hung.wait(30), grace=0.02)
-    assert scope.cancelled_caught
+        await cancel_once_begun(lane, call, abort=lambda: hung.wait(30), grace=0.02)
     assert lane.poisoned
     hung.set()
     call.end.set()

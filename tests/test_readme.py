@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
+from statemachines import ENGINE, mermaid, table_markdown
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUNNER = Path(__file__).with_name("doc_runner.py")
@@ -151,3 +153,10 @@ def test_blocks_share_names_may_await_and_fail_loudly(tmp_path):
     assert "page.md" in done.stderr
     assert "line 20" in done.stderr
     assert "assert n == 2" in done.stderr
+
+
+def test_the_life_cycle_in_the_readme_is_the_table_the_code_runs():
+    text = (ROOT / "README.md").read_text("utf-8")
+    shown = text.split("<!-- life cycle: begin -->")[1].split("<!-- life cycle: end -->")[0]
+    assert table_markdown(ENGINE) in shown
+    assert mermaid(ENGINE) in shown

@@ -16,11 +16,12 @@ from aiosync.demo.interrupts import Interrupts
 from aiosync.demo.live import LiveView
 from aiosync.demo.replicas import DemoFailed
 from aiosync.demo.run import run
-from aiosync.demo.view import PlainView, View
+from aiosync.demo.view import PlainView
 from aiosync.errors import AiosyncError
 
 if TYPE_CHECKING:
     from aiosync.demo.outcome import Options, Outcome, Summary
+    from aiosync.demo.view import View
 
 _FAILED = 1
 
@@ -65,7 +66,7 @@ def _in_words(summary: Summary) -> str:
         f"{summary.rounds} rounds over {summary.backend} to {summary.workers} worker(s):"
         f" {summary.bytes_per_round} bytes each, median {summary.round_ms_median:.1f} ms\n"
         f"event loop lag p99: {summary.loop_lag_ms_p99:.1f} ms"
-        f" (without the library {summary.loop_lag_floor_ms_p99:.1f} ms)\n"
+        f" (without syncs {summary.loop_lag_floor_ms_p99:.1f} ms)\n"
         f"reward: {summary.reward_first:.2f} at first, {summary.reward_last:.2f} at last\n"
         f"logits: {bits if summary.verified else 'NOT verified'}"
     )

@@ -1,4 +1,4 @@
-"""How late the event loop wakes up, with the library at work and without it."""
+"""How late the event loop wakes up."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, final
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-
-    from transports.lane import Lane
 
 _INTERVAL_S = 0.005
 
@@ -52,21 +48,3 @@ def percentile_ms(samples: Sequence[float], percent: int) -> float:
         return 0.0
     rank = math.ceil(len(samples) * percent / 100)
     return sorted(samples)[max(0, rank - 1)] * 1000
-
-
-async def measure_floor(tensors: Sequence[torch.Tensor], lane: Lane, seconds: float) -> list[float]:
-    """Samples while a thread copies the tensors with torch alone."""
-    spare = [torch.empty_like(tensor) for tensor in tensors]
-    clock = asyncio.get_running_loop().time
-    async with LagSampler().running() as sampler:
-        end = clock() + seconds
-        while clock() < end:
-            await lane.run(_copy, tensors, spare)
-            await asyncio.sleep(_INTERVAL_S)
-    return sampler.samples
-
-
-@torch.no_grad()
-def _copy(tensors: Sequence[torch.Tensor], spare: Sequence[torch.Tensor]) -> None:
-    for tensor, copy in zip(tensors, spare, strict=True):
-        copy.copy_(tensor)

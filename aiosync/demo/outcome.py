@@ -49,7 +49,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             before the last sync and were bit-equal after it, and the checkpoint arrived.
         bytes_per_round: Payload of one round, to each worker.
         loop_lag_ms_p99: How late the trainer's event loop woke up while training and syncing.
-        loop_lag_floor_ms_p99: The same while torch alone copies as many bytes on a thread.
+        loop_lag_floor_ms_p99: The same with torch's own copies of the bytes instead of syncs.
         reward_first: Mean of the first five steps.
         reward_last: Mean of the last five steps.
     """

@@ -17,7 +17,6 @@ from aiosync.concurrency import collapse
 from aiosync.demo.messages import (
     Fingerprints,
     Generated,
-    GenerateRequest,
     Logits,
     LogitsRequest,
 )
@@ -25,6 +24,8 @@ from aiosync.demo.messages import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
     from pathlib import Path
+
+    from aiosync.demo.messages import GenerateRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
 _START_S = 120.0
@@ -34,7 +35,7 @@ _HTTP_OK = 200
 _LAST_LINES = 20
 
 
-class DemoFailed(Exception):  # noqa: N818  named after what happened, like the library's kinds
+class DemoFailed(Exception):
     """The demonstration could not go on; the text is for its user."""
 
 
@@ -167,7 +168,7 @@ class Replica:
         except (aiohttp.ClientError, TimeoutError) as error:
             words = f"\n{self.last_words}" if self.last_words else ""
             raise DemoFailed(
-                f"{self.name}: {route}: {error or type(error).__name__}{words}"
+                f"{self.name}: {route}: {str(error) or type(error).__name__}{words}"
             ) from error
         if http.status != _HTTP_OK:
             text = content.decode(errors="replace")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 
 from aiosync.demo import checkpoint
-from aiosync.demo.lag import LagSampler, measure_floor, percentile_ms
+from aiosync.demo.lag import LagSampler, percentile_ms
 from aiosync.demo.learner import Rollouts
 from aiosync.demo.messages import GenerateRequest
 from aiosync.demo.outcome import Outcome, Row, Summary
@@ -18,7 +18,7 @@ from aiosync.demo.replicas import generate
 from aiosync.demo.worker import logit_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from aiosync.demo.learner import Learner
     from aiosync.demo.outcome import Options
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _PER_REQUEST = 64
 # Keep the seeds of all requests of all runs apart.
 _STEPS, _REQUESTS = 1 << 20, 1 << 10
-_FLOOR_S = 2.0
+_FLOOR_STEPS = 4
 _ENDS = 5
 _JUDGED_FROM = 20
 _LEAST_GAIN = 0.2
@@ -42,6 +42,9 @@ _FIXED_PROMPTS = 16
 class _Batch:
     rollouts: Rollouts
     versions: list[int]
+
+
+_Publish: TypeAlias = "Callable[[int, float, list[int]], Awaitable[None]]"
 
 
 @final
@@ -80,24 +83,24 @@ class Training:
         """
         self._view.note("training")
         async with self._lag.running():
-            await self._sync(0)
-            batch = await self._sample(1)
+            await self._sync(0, None, [])
+            batch = await self._sample(1, await self._prompts())
             for step in range(1, self._options.rounds):
-                batch = await self._step(step, batch)
+                batch = await self._step(step, batch, self._sync)
             await self._last_step(batch)
         await self._check_checkpoint(extra)
-        self._view.note("measuring the event loop's lag without the library")
-        tensors = [*self._learner.model.parameters(), *extra.values()]
-        floor = await measure_floor(tensors, self._lane, _FLOOR_S)
+        floor = await self._measure_floor(extra)
         self._view.note("done")
         return self._sum_up(backend, floor)
 
-    async def _step(self, step: int, batch: _Batch) -> _Batch:
+    async def _step(self, step: int, batch: _Batch, publish: _Publish) -> _Batch:
         """Learn from `batch` and publish, while the workers sample the next one."""
-        ahead = asyncio.create_task(self._sample(step + 1))
+        # Taken before the learner has the lane, so that sampling need not wait for it.
+        prompts = await self._prompts()
+        ahead = asyncio.create_task(self._sample(step + 1, prompts))
         try:
             reward = await self._learn(batch)
-            await self._sync(step, reward=reward, versions=batch.versions)
+            await publish(step, reward, batch.versions)
             return await ahead
         finally:
             ahead.cancel()
@@ -111,7 +114,7 @@ class Training:
             if is_equal
         ]
         last = self._options.rounds
-        await self._sync(last, reward=reward, versions=batch.versions)
+        await self._sync(last, reward, batch.versions)
         self._failures += [
             f"{name} does not compute the trainer's logits after the last sync"
             for name, is_equal in await self._compare()
@@ -119,15 +122,13 @@ class Training:
         ]
 
     async def _learn(self, batch: _Batch) -> float:
-        stats = await self._lane.run(self._learner.learn, batch.rollouts)
-        self._rewards.append(stats.reward)
-        return stats.reward
+        return (await self._lane.run(self._learner.learn, batch.rollouts)).reward
 
-    async def _sync(
-        self, version: int, *, reward: float | None = None, versions: Sequence[int] = ()
-    ) -> None:
+    async def _sync(self, version: int, reward: float | None, sampled_by: list[int]) -> None:
         report = await self._engine.send_weights(version=version)
         self._reports.append(report)
+        if reward is not None:
+            self._rewards.append(reward)
         if not report.verified:
             self._failures.append(f"no digest was compared for version {version}")
         lag = self._lag.samples[self._seen :]
@@ -139,14 +140,16 @@ class Training:
             lag_ms=percentile_ms(lag, 99),
             verified=report.verified,
             reward=reward,
-            sampled_by=list(versions),
+            sampled_by=sampled_by,
         )
         self._view.round(row)
 
-    async def _sample(self, step: int) -> _Batch:
-        """Answers to new prompts, from all workers; the versions that sampled them are kept."""
+    async def _prompts(self) -> torch.Tensor:
+        return await self._lane.run(self._learner.make_prompts)
+
+    async def _sample(self, step: int, prompts: torch.Tensor) -> _Batch:
+        """Answers from all workers; the versions that sampled them are kept."""
         config = self._learner.config
-        prompts = await self._lane.run(self._learner.make_prompts)
         requests = [
             GenerateRequest(
                 prompts=piece.tolist(),
@@ -154,7 +157,7 @@ class Training:
                 temperature=config.temperature,
                 seed=(self._options.seed * _STEPS + step) * _REQUESTS + index,
             )
-            for index, piece in enumerate(prompts.split(_PER_REQUEST))
+            for index, piece in enumerate(torch.split(prompts, _PER_REQUEST))
         ]
         answers = await generate(self._fleet, requests)
         rollouts = Rollouts(
@@ -188,6 +191,23 @@ class Training:
                     f" {len(mine)} tensors, {wrong[0]} among them"
                 )
 
+    async def _measure_floor(self, extra: dict[str, torch.Tensor]) -> list[float]:
+        """The lag of the same work, with torch's own copies of the bytes instead of syncs."""
+        self._view.note("measuring the event loop's lag without syncs")
+        tensors = [*self._learner.model.parameters(), *extra.values()]
+        spare = [torch.empty_like(tensor) for tensor in tensors]
+
+        async def copy(step: int, reward: float, versions: list[int]) -> None:
+            del step, reward, versions
+            await self._lane.run(_copy, tensors, spare)
+
+        first = self._options.rounds + 1
+        batch = await self._sample(first, await self._prompts())
+        async with LagSampler().running() as lag:
+            for step in range(first, first + _FLOOR_STEPS):
+                batch = await self._step(step, batch, copy)
+        return lag.samples
+
     def _sum_up(self, backend: str, floor: list[float]) -> Outcome:
         verified = not self._failures
         first = statistics.fmean(self._rewards[:_ENDS])
@@ -208,3 +228,9 @@ class Training:
             reward_last=round(last, 4),
         )
         return Outcome(summary=summary, failures=self._failures)
+
+
+@torch.no_grad()
+def _copy(tensors: Sequence[torch.Tensor], spare: Sequence[torch.Tensor]) -> None:
+    for tensor, copy in zip(tensors, spare, strict=True):
+        copy.copy_(tensor)

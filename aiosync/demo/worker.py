@@ -13,7 +13,7 @@ import signal
 import sys
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, final
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, final
 
 import msgspec
 import torch
@@ -54,7 +54,9 @@ def one_thread() -> None:
 class Inference:
     """Answers requests from the model; the weights never change under a running one."""
 
-    def __init__(self, model: TinyModel, engine: WeightTransferEngine, lane: Lane) -> None:
+    def __init__(
+        self, model: TinyModel, engine: WeightTransferEngine[Any, Any], lane: Lane
+    ) -> None:
         self._model = model
         self._engine = engine
         self._lane = lane
@@ -152,7 +154,7 @@ def _load(options: argparse.Namespace) -> tuple[TinyModel, dict[str, torch.Tenso
 
 @asynccontextmanager
 async def _serving(
-    engine: WeightTransferEngine, inference: Inference, path: str
+    engine: WeightTransferEngine[Any, Any], inference: Inference, path: str
 ) -> AsyncIterator[None]:
     service = WeightUpdateService(engine)
     app = web.Application(client_max_size=1 << 26)
@@ -165,10 +167,14 @@ async def _serving(
     finally:
         service.close()
         await runner.cleanup()
-        # A trainer that was killed cannot remove its folder; the last worker does.
-        with suppress(OSError):
-            Path(path).unlink()
-            Path(path).parent.rmdir()
+        _tidy_up(Path(path))
+
+
+def _tidy_up(socket_path: Path) -> None:
+    # A trainer that was killed cannot remove its folder: the last worker does.
+    with suppress(OSError):
+        socket_path.unlink()
+        socket_path.parent.rmdir()
 
 
 def _stop_signals() -> asyncio.Event:

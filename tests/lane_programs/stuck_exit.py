@@ -15,8 +15,11 @@ def sleep_long() -> None:
 async def main(stuck_abort: bool) -> None:
     lane = Lane("stuck")
     abort = sleep_long if stuck_abort else (lambda: None)
-    with anyio.move_on_after(0.05):
-        await lane.run(sleep_long, abort=abort, grace=0.05)
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(lambda: lane.run(sleep_long, abort=abort, grace=0.05))
+        while not lane.busy:
+            await anyio.sleep(0.001)
+        tg.cancel_scope.cancel()
     print("poisoned" if lane.poisoned else "usable", flush=True)
     lane.close()
 
