@@ -66,7 +66,7 @@ def _flip(round: Round, cause: BaseException) -> None:
         and link.peer.state == State.INITIALIZED
         for link in round.links
     )
-    usable = confirmed and engine.reusable_after_abort and engine.channel_healthy()
+    usable = confirmed and engine.reusable_after_abort and engine.source_side.healthy
     engine.machine.fire(
         Trigger.ABORT if usable else Trigger.FAIL,
         phase=round.phase,

@@ -126,7 +126,7 @@ class Round:
             await engine.machine.pass_gates(Trigger.START, version=self.label)
         if not engine.is_sender:
             if self.feed is not None:
-                await engine.drain_source(self.feed, grace=self.budget.cleanup / 2)
+                await engine.source_side.drain(self.feed, grace=self.budget.cleanup / 2)
             return
         engine.next_round(self)
         engine.machine.fire(Trigger.START, round=self.number, version=self.label)
@@ -143,8 +143,9 @@ class Round:
         engine.machine.fire(Trigger.COMPLETE, weights=Weights.INTACT, **self.facts())
 
     async def _validate(self) -> None:
-        self.feed = await self.engine.open_feed(self)
-        self.plan = await self.engine.open_plan(self.feed)
+        engine, grace = self.engine, self.budget.cleanup / 2
+        self.feed = await engine.source_side.open_feed(grace=grace)
+        self.plan = await engine.source_side.open_plan(self.feed, engine.make_plan, grace=grace)
 
     def validated(self) -> tuple[SourceFeed, Plan]:
         """Feed and plan; there from the first flip on."""

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transports.planning import Plan
-
     from aiosync.feed import SourceFeed
     from aiosync.sinks import Sink
     from transports.lane import LaneLike
+    from transports.planning import Plan
     from transports.stream import Receiver, Sender, StreamSummary
 
 

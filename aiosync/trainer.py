@@ -21,12 +21,12 @@ from aiosync.budget import Budget
 from aiosync.concurrency import Supervisor, run_to_end
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Busy, InvalidTransition, PhaseTimeout, Validation
-from aiosync.feed import SourceFeed
 from aiosync.handle import WeightUpdate
 from aiosync.members import links_of, opened
 from aiosync.overrides import wrap_steps
 from aiosync.proxy import ClientProxy
 from aiosync.rendezvous import meet, say_goodbye
+from aiosync.source_side import SourceSide
 from aiosync.sources import as_source
 from aiosync.trainer_cycle import TrainerCycle, watched_init
 from aiosync.watchable import BUSY, Watchable
@@ -36,6 +36,7 @@ from transports.lane import Lane
 
 if TYPE_CHECKING:
     from aiosync.admission import Next
+    from aiosync.feed import SourceFeed
     from aiosync.members import MemberLink
     from aiosync.report import Report
     from aiosync.round import Round
@@ -111,12 +112,11 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         self.client = ClientProxy(self)
         self.admission = Admission(self)
         self.cycle = TrainerCycle(self)
+        self.source_side = SourceSide(
+            self.source, name=self.name, rank=rank, lane_factory=lane_factory
+        )
         self._supervisor = Supervisor()
-        self._lane_factory = lane_factory
-        self._lane: LaneLike | None = None
         self._rounds = 0
-        self._feed: tuple[Any, SourceFeed] | None = None
-        self._plan: tuple[SourceFeed, Plan] | None = None
         self._wake: list[anyio.Event] = []
 
     # -- what a backend implements ---------------------------------------------------------------
@@ -316,8 +316,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         elif self.state is State.INITIALIZED:
             await run_to_end(lambda: say_goodbye(self), seconds=DEFAULTS.cleanup_s)
         self.dispose()
-        if self._lane is not None:
-            self._lane.close()
+        self.source_side.close()
         if self.machine.may(Trigger.CLOSE):
             self.machine.fire(Trigger.CLOSE)
         self._wake_all()
@@ -335,12 +334,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
     @property
     def source_lane(self) -> LaneLike:
         """The thread that iterates the source; share it: ``await engine.source_lane.run(step)``."""
-        if self._lane is not None and self._lane.poisoned:
-            self._lane.close()
-            self._lane = None
-        if self._lane is None:
-            self._lane = self._lane_factory(f"{self.name}-source")
-        return self._lane
+        return self.source_side.lane
 
     # -- used by the round -----------------------------------------------------------------------
 
@@ -359,37 +353,6 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         """A worker restarted between rounds: it, and all others, get a new epoch."""
         await meet(self)
 
-    async def open_feed(self, round: Round) -> SourceFeed:
-        """Read and check the source's metadata, on the lane: it may be a collective."""
-        source = self.source
-        if source is None:
-            raise Validation(f"{self.name} was made without a source", phase="admit")
-
-        def read() -> tuple[Any, SourceFeed]:
-            # A cached metadata list is the same object again: then nothing has to be checked anew.
-            announced, known = source.metadata, self._feed
-            if known is not None and announced is known[0]:
-                return known
-            return announced, SourceFeed(source, rank=self.rank)
-
-        self._feed = await self.source_lane.run(read, grace=round.budget.cleanup / 2)
-        return self._feed[1]
-
-    async def open_plan(self, feed: SourceFeed) -> Plan:
-        """The plan of this round; made again only when the metadata changed."""
-        if self._plan is None or self._plan[0] is not feed:
-            plan = await self.source_lane.run(self.make_plan, feed)
-            self._plan = (feed, plan)
-        return self._plan[1]
-
-    async def drain_source(self, feed: SourceFeed, *, grace: float) -> None:
-        """A rank that does not send stays in the source's collectives."""
-        if feed.is_async:
-            async for _ in feed.aiter_batches():
-                pass
-        else:
-            await self.source_lane.run(lambda: sum(1 for _ in feed.iter_batches()), grace=grace)
-
     def next_round(self, round: Round) -> None:
         """Number the round; called right before the flip to ``updating``."""
         self._rounds += 1
@@ -401,10 +364,6 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         """Every member holds the round's version."""
         self.version = round.version
         self._wake_all()
-
-    def channel_healthy(self) -> bool:
-        """Whether no blocking call of this engine is stuck."""
-        return self._lane is None or not self._lane.poisoned
 
     # -- inside ----------------------------------------------------------------------------------
 

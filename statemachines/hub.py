@@ -209,7 +209,7 @@ class TransitionHub:
             answer = hook(transition)
             if inspect.iscoroutine(answer):
                 answer.close()
-                raise TypeError("the hook returned a coroutine")  # noqa: TRY301 - counted below
+                raise TypeError("the hook returned a coroutine")
         except Exception as raised:  # noqa: BLE001 - the flip has happened: observers cannot undo it
             error = raised
         seconds = self._clock() - started

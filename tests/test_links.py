@@ -19,9 +19,9 @@ import pytest
 from statemachines.errors import Validation
 from transports import links
 from transports.errors import PeerLost, PhaseTimeout, TransportAborted
-from transports.links import FRAME_LIMIT, Link, native_address, wait_ready
+from transports.links import FRAME_LIMIT, Link, native_address
 from transports.listener import Listener
-from transports.waker import Waker
+from transports.waker import Waker, wait_ready
 
 PROGRAM = Path(__file__).parent / "shm_programs" / "link_peer.py"
 

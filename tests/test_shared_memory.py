@@ -305,6 +305,20 @@ def test_shared_and_other_tensors_mix_over_processes(crew, senders):
         weights["a"].add_(1)
 
 
+def test_a_larger_buffer_does_not_cost_the_table_of_handles(senders, receivers):
+    weights = {"a": torch.randn(64)}
+    storage = share_tensors(weights)
+    sender = senders(buffer_nbytes=4096, packed=False, shared=[storage])
+    receiver = receivers(sender)
+    sender.set_resident({0: sender.locate(weights["a"])})
+    for round, size in enumerate([10, 5000, 20]):
+        tensors = [weights["a"], torch.randn(size)]
+        other = Thread(receive, receiver, tensors, 4096, round=round)
+        send(sender, tensors, 4096, round=round)
+        assert all(torch.equal(a, b) for a, b in zip(other.result()[0], tensors, strict=True))
+        assert receiver.statistics()["segments"] == 2
+
+
 def test_more_handles_than_fit_one_frame(senders, receivers, monkeypatch):
     monkeypatch.setattr(wire, "HANDLES_PER_FRAME", 7)
     weights = {str(k): torch.full((4,), float(k)) for k in range(50)}
@@ -726,7 +740,7 @@ def test_abort_frees_a_blocked_sender_and_the_next_round_works(
     else:
         assert holding.wait(20)
     if blocked_in == "finish":
-        wait_until(lambda: sender._chunk == 6)
+        wait_until(lambda: sender._writer is not None and sender._writer.chunk == 6)
     sender.abort()
     if twice:
         sender.abort()
@@ -1059,5 +1073,5 @@ def test_progress_counts_bytes_and_views_are_kept(senders, receivers):
         send(sender, tensors, 4096, round=round)
         other.result()
         assert sender.progress.nbytes == receiver.progress.nbytes == round * 3 * 4096
-        views.append([p.view for chunk in receiver._views for p in chunk.pieces])
+        views.append([p.view for chunk in receiver._memory.chunks for p in chunk.pieces])
     assert all(a is b for a, b in zip(*views, strict=True))

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from transports.stream import Progress
     from transports.waker import Waker
 
-# A group is hashed while it is still in the core's cache, and abort is looked at in between.
-_GROUP_NBYTES = 1 << 20
+# Between groups abort is looked at. A group that is hashed has to be in the core's cache still.
+_GROUP_NBYTES = 8 << 20
+_HASHED_GROUP_NBYTES = 1 << 20
 _GROUP_LENGTH = 512
 
 
@@ -100,7 +101,7 @@ class PieceViews:
 class Run:
     """A chunk of whole, copied tensors whose views are all there: lists instead of a loop."""
 
-    __slots__ = ("dtypes", "indices", "nbytes", "shapes", "step", "views")
+    __slots__ = ("average", "dtypes", "indices", "nbytes", "shapes", "views")
 
     def __init__(self, pieces: list[PieceViews]) -> None:
         self.indices = [piece.tensor for piece in pieces]
@@ -108,9 +109,7 @@ class Run:
         self.dtypes = [piece.dtype for piece in pieces]
         self.shapes = [piece.shape for piece in pieces]
         self.nbytes = [piece.nbytes for piece in pieces]
-        # As many tensors at once as make up about a group.
-        average = max(1, sum(self.nbytes) // len(pieces))
-        self.step = max(1, min(_GROUP_LENGTH, _GROUP_NBYTES // average))
+        self.average = max(1, sum(self.nbytes) // len(pieces))
 
     def fits(self, at: int, tensors: list[torch.Tensor]) -> bool:
         """Whether the views from `at` on are those of these tensors."""
@@ -185,6 +184,7 @@ class CopyQueue:
         self._sources: list[torch.Tensor] = []
         self._raws: list[Hashable] = []
         self._nbytes = 0
+        self._group_nbytes = _GROUP_NBYTES if digest is None else _HASHED_GROUP_NBYTES
         self.copied = 0
         self.digest = None if digest is None else PieceDigest(digest)
 
@@ -193,7 +193,7 @@ class CopyQueue:
         self._targets.append(target)
         self._sources.append(source)
         self._nbytes += nbytes
-        if self._nbytes >= _GROUP_NBYTES or len(self._targets) >= _GROUP_LENGTH:
+        if self._nbytes >= self._group_nbytes or len(self._targets) >= _GROUP_LENGTH:
             self.flush()
 
     def add_bytes(self, raw: Hashable) -> None:
@@ -210,8 +210,10 @@ class CopyQueue:
     ) -> None:
         """Copy, and hash, many at once: pieces `at` and following of a run."""
         self.flush()
-        for start in range(0, len(targets), run.step):
-            end = start + run.step
+        # As many at once as make up about a group.
+        step = max(1, min(_GROUP_LENGTH, self._group_nbytes // run.average))
+        for start in range(0, len(targets), step):
+            end = start + step
             self._targets, self._sources = targets[start:end], sources[start:end]
             self._nbytes = sum(run.nbytes[at + start : at + start + len(self._targets)])
             self._raws.extend(raws[start:end])

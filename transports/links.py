@@ -19,65 +19,17 @@ from typing import TYPE_CHECKING, Self, final
 
 from statemachines.errors import Validation
 from transports.errors import PeerLost, PhaseTimeout, TransportAborted
+from transports.waker import milliseconds_until, wait_ready
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from transports.listener import Listener
     from transports.waker import Waker
 
 FRAME_LIMIT = 1 << 20
 FDS_LIMIT = 64
 _HEADER = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")
-_READ = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLNVAL
-# Long enough never to matter, short enough for poll's C int of milliseconds.
-_LONGEST_POLL = 3600.0
-
-
-def wait_ready(
-    links: Iterable[Link], waker: Waker, *, deadline: float, listener: Listener | None = None
-) -> tuple[list[Link], bool]:
-    """Wait until a link has something to read (or its peer is gone), or somebody connects.
-
-    Links with unsent frames are flushed meanwhile. Returns the links to look at, and whether the
-    listener has a connection; both empty when the deadline (`time.monotonic`) has passed or when
-    frames were flushed, so callers loop.
-
-    Raises:
-        TransportAborted: `waker` was woken.
-    """
-    waker.check()
-    poller = select.poll()
-    poller.register(waker.fileno(), select.POLLIN)
-    by_fd: dict[int, Link] = {}
-    if listener is not None:
-        poller.register(listener.fileno(), select.POLLIN)
-    for link in links:
-        events = select.POLLIN | (select.POLLOUT if link.unsent else 0)
-        for fd in link.watched():
-            by_fd[fd] = link
-            poller.register(fd, events if fd == link.fileno() else select.POLLIN)
-    connected = False
-    ready: dict[Link, None] = {}
-    for fd, events in poller.poll(_milliseconds_until(deadline)):
-        link_of_fd = by_fd.get(fd)
-        if link_of_fd is None:
-            connected = connected or fd != waker.fileno()
-            continue
-        if events & select.POLLOUT:
-            try:
-                link_of_fd.flush_nowait()
-            except PeerLost:
-                ready[link_of_fd] = None  # its last words may still be there to read
-        if events & _READ:
-            ready[link_of_fd] = None
-    waker.check()
-    return list(ready), connected
-
-
-def _milliseconds_until(deadline: float) -> float:
-    return min(max(0.0, deadline - time.monotonic()), _LONGEST_POLL) * 1000.0
 
 
 @final
@@ -289,7 +241,7 @@ class Link:
         poller.register(self._waker.fileno(), select.POLLIN)
         for fd in self.watched():
             poller.register(fd, events if fd == self._sock.fileno() else select.POLLIN)
-        happened = poller.poll(_milliseconds_until(deadline))
+        happened = poller.poll(milliseconds_until(deadline))
         self._waker.check()
         if not happened and time.monotonic() >= deadline:
             raise PhaseTimeout(f"nothing from {self.peer} in time", replica=self.peer)

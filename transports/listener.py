@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from transports.errors import PhaseTimeout
-from transports.links import Link, native_address, wait_ready
+from transports.links import Link, native_address
+from transports.waker import wait_ready
 
 if TYPE_CHECKING:
     from transports.waker import Waker

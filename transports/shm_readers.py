@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 from statemachines.errors import AiosyncError, Validation
 from transports import shm_messages as wire
 from transports.errors import DigestMismatch, PeerLost, PhaseTimeout
-from transports.links import wait_ready
+from transports.waker import wait_ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable

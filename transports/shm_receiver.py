@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from statemachines.errors import AiosyncError, InvalidTransition, Validation
 from transports import shm_messages as wire
-from transports.chunk_copy import CopyQueue, chunk_views
+from transports.chunk_copy import CopyQueue
 from transports.digest import available, chain
 from transports.errors import DigestMismatch, PeerLost, PhaseTimeout
 from transports.links import FDS_LIMIT, Link
 from transports.piece_digest import bytes_of
 from transports.planning import ALIGNED
-from transports.segments import Segment
+from transports.receiver_memory import ReceiverMemory
 from transports.shm_readers import check_stall
 from transports.stream import Progress, StreamSummary
 from transports.turn import Turn
 from transports.waker import Waker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -53,12 +53,7 @@ class ShmReceiver:
         self._turn = Turn(self._waker)
         self._released = False
         self._link: Link | None = None
-        self._segments: dict[str, Segment] = {}
-        self._order: list[Segment] = []
-        self._resident_name = ""
-        self._resident: dict[int, tuple[Segment, int]] = {}
-        self._views: list[ChunkViews] = []
-        self._views_of: tuple[str, str] = ("", "")
+        self._memory = ReceiverMemory()
         self._rounds = 0
         self._copied = 0
 
@@ -105,8 +100,8 @@ class ShmReceiver:
             token=self._token,
             round=round,
             reader=self.name,
-            segments=tuple(self._segments),
-            resident=self._resident_name,
+            segments=self._memory.keys(),
+            resident=self._memory.resident_name,
         )
         link.send(wire.encode(hello), deadline=time.monotonic() + stall)
         message, fds = self._next(link, stall, max_fds=FDS_LIMIT)
@@ -119,56 +114,18 @@ class ShmReceiver:
                 raise Validation(f"the trainer's plan is {message.plan}, ours {plan.digest}")
             if message.digest is not None and message.digest not in available():
                 raise Validation(f"digest {message.digest!r} is not available here")
-            self._map(message, fds)
+            self._memory.map(message, fds)
         finally:
             _close_all(fds)  # what was attached has been taken out of the list
-        if message.handles is not None:
-            self._learn_handles(link, message, plan, stall)
-        elif message.resident != self._resident_name:
-            raise Validation(f"the trainer's table of handles is {message.resident!r}, not ours")
-        if self._views_of != (plan.digest, self._resident_name):
-            self._views = chunk_views(plan, self._resident)
-            self._views_of = (plan.digest, self._resident_name)
+        self._memory.prepare(plan, message, self._handles(link, stall))
         return message.digest
 
-    def _map(self, welcome: wire.Welcome, fds: list[int]) -> None:
-        if sum(info.attached for info in welcome.segments) != len(fds):
-            raise Validation(f"{len(fds)} descriptors came with {welcome.segments}")
-        kept: dict[str, Segment] = {}
-        for info in welcome.segments:
-            if info.attached:
-                kept[info.key] = Segment.attach(fds.pop(0), nbytes=info.nbytes, key=info.key)
-            elif info.key in self._segments:
-                kept[info.key] = self._segments[info.key]
-            else:
-                raise Validation(f"segment {info.key} was not sent")
-        if len(kept) != len(welcome.segments):
-            raise Validation(f"a segment is named twice in {welcome.segments}")
-        for key, segment in self._segments.items():
-            if kept.get(key) is not segment:
-                segment.close()
-                self._forget()
-        self._segments = kept
-        self._order = list(kept.values())
-
-    def _learn_handles(self, link: Link, welcome: wire.Welcome, plan: Plan, stall: float) -> None:
-        self._forget()
-        table: dict[int, tuple[Segment, int]] = {}
-        while len(table) < (welcome.handles or 0):
+    def _handles(self, link: Link, stall: float) -> Iterator[tuple[int, int, int]]:
+        while True:
             message, _ = self._next(link, stall)
             if not isinstance(message, wire.Handles) or not message.handles:
-                raise Validation(f"expected handles, got {message}")
-            for index, number, offset in message.handles:
-                if index >= len(plan.sizes) or number >= len(self._order) or index in table:
-                    raise Validation(f"handle of tensor {index} in segment {number} is impossible")
-                segment = self._order[number]
-                segment.view(offset, plan.sizes[index])
-                table[index] = (segment, offset)
-        self._resident, self._resident_name = table, welcome.resident
-
-    def _forget(self) -> None:
-        self._views, self._views_of = [], ("", "")
-        self._resident, self._resident_name = {}, ""
+                raise Validation(f"expected handles, got {message}", replica=_SENDER)
+            yield from message.handles
 
     def _run(
         self,
@@ -181,11 +138,11 @@ class ShmReceiver:
     ) -> StreamSummary:
         queue = CopyQueue(self._waker, self.progress, digest=kind)
         digests: list[int] = []
-        for chunk in self._views:
+        for chunk in self._memory.chunks:
             ready = self._await(link, wire.Ready, stall)
             if ready.chunk != chunk.index:
                 raise Validation(f"chunk {ready.chunk} came where {chunk.index} was due")
-            self._place(chunk, ready)
+            self._memory.place(chunk, ready)
             if chunk.run is None or not self._copy_run(queue, chunk.run, destination):
                 for piece in chunk.pieces:
                     self._copy(queue, piece, destination(piece.tensor), plan)
@@ -202,19 +159,10 @@ class ShmReceiver:
         done = self._await(link, wire.Done, stall)
         digest = None if kind is None else chain(digests)
         nbytes = sum(plan.sizes)
-        if (done.chunks, done.nbytes, done.digest) != (len(self._views), nbytes, digest):
+        if (done.chunks, done.nbytes, done.digest) != (len(self._memory.chunks), nbytes, digest):
             raise DigestMismatch(f"the trainer ended with {done}, this side with {digest}")
         self._send(link, wire.Complete(chunks=done.chunks, digest=digest), stall)
         return StreamSummary(nbytes=nbytes, chunks=done.chunks, digest=digest)
-
-    def _place(self, chunk: ChunkViews, ready: wire.Ready) -> None:
-        if not chunk.copied:
-            return
-        if not 0 <= ready.segment < len(self._order):
-            raise Validation(f"chunk {chunk.index} is said to be in segment {ready.segment}")
-        segment = self._order[ready.segment]
-        segment.view(ready.offset, chunk.nbytes)
-        chunk.settle(segment, ready.offset)
 
     def _copy_run(
         self, queue: CopyQueue, run: Run, destination: Callable[[int], torch.Tensor]
@@ -326,19 +274,14 @@ class ShmReceiver:
         self._released = True
         self._end_round()
         self._waker.close()
-        self._forget()
-        for segment in self._segments.values():
-            segment.close()
-        self._segments, self._order = {}, []
+        self._memory.release()
 
     def statistics(self) -> dict[str, Any]:
         """Rounds, bytes copied, and what is mapped."""
         return {
             "rounds": self._rounds,
             "bytes_copied": self._copied,
-            "segments": len(self._segments),
-            "mapped_nbytes": sum(segment.nbytes for segment in self._segments.values()),
-        }
+        } | self._memory.statistics()
 
 
 def _close_all(fds: list[int]) -> None:

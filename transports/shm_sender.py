@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, final
 from statemachines.errors import InvalidTransition, Validation
 from transports import shm_messages as wire
 from transports.chunk_copy import CopyQueue
+from transports.chunk_writer import ChunkWriter
 from transports.digest import available, chain
 from transports.listener import Listener
-from transports.piece_digest import bytes_of
 from transports.segments import ALIGNMENT
 from transports.sender_memory import SenderMemory
 from transports.shm_readers import Readers, check_stall
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from transports.chunk_copy import ChunkViews, PieceViews, Run
-    from transports.piece_digest import Hashable
     from transports.planning import Plan
     from transports.segments import Segment
     from transports.sharing import SharedStorage
@@ -85,14 +83,12 @@ class ShmSender:
         self._in_place = 0
         self._readers: Readers | None = None
         self._round = 0
-        self._queue = CopyQueue(self._waker, self.progress, digest=None)
-        self._chunk = self._piece = 0
-        self._digests: list[int] = []
-        self._sizes: tuple[int, ...] = ()
-        self._split: torch.Tensor | None = None
+        self._writer: ChunkWriter | None = None
+        self._nbytes = 0
 
     def __repr__(self) -> str:
-        state = "idle" if self._readers is None else f"round {self._round}, chunk {self._chunk}"
+        writer = self._writer
+        state = "idle" if writer is None else f"round {self._round}, chunk {writer.chunk}"
         return f"<ShmSender {self.address} {state}>"
 
     def locate(self, tensor: torch.Tensor) -> tuple[Segment, int] | None:
@@ -127,11 +123,10 @@ class ShmSender:
         with self._turn.call("open", round, failed=self._failed):
             self._waker.check()
             self._memory.prepare(plan)
-            self._round, self._sizes = round, plan.sizes
-            self._queue = CopyQueue(self._waker, self.progress, digest=self._kind)
-            self._chunk = self._piece = 0
-            self._digests = []
+            self._round, self._nbytes = round, sum(plan.sizes)
             self._readers = Readers(self._waker, stall=stall)
+            queue = CopyQueue(self._waker, self.progress, digest=self._kind)
+            self._writer = ChunkWriter(self._memory, self._readers, queue, plan.sizes)
             greet = partial(self._memory.greet, plan=plan, digest=self._kind)
             self._readers.admit(self._listener, readers, self._judge, greet)
             self.progress.step(0)
@@ -152,92 +147,7 @@ class ShmSender:
                 said; names the index.
         """
         with self._turn.call("write", self._round, failed=self._failed):
-            readers = self._connected()
-            done = 0
-            while done < len(batch):
-                done = self._fill(readers, batch, done)
-            self._queue.flush()
-            readers.keep_alive()
-
-    def _fill(self, readers: Readers, batch: Sequence[tuple[int, torch.Tensor]], done: int) -> int:
-        """Put into the current chunk what belongs there; returns how far the batch is done."""
-        if self._chunk == len(self._memory.chunks):
-            raise Validation(f"tensor {batch[done][0]} comes after the plan's last")
-        chunk = self._memory.chunks[self._chunk]
-        pieces, at, queue = chunk.pieces, self._piece, self._queue
-        if at == 0 and chunk.copied and self._memory.buffers is not None:
-            readers.wait_acked(self._chunk - self._memory.buffers + 1)
-        if chunk.run is not None:
-            count = self._fill_run(chunk, chunk.run, batch[done : done + len(pieces) - at])
-            at += count
-            done += count
-        while done < len(batch) and at < len(pieces):
-            index, tensor = batch[done]
-            piece = pieces[at]
-            if piece.tensor != index or tensor.nbytes != self._sizes[index]:
-                raise _unplanned(piece, index, tensor)
-            if queue.digest is not None:
-                queue.add_bytes(piece.shared_bytes(queue.digest))
-            if piece.resident:
-                self._check_resident(piece, tensor)
-            elif piece.whole and piece.nbytes:
-                queue.add(piece.view_like(tensor), tensor, piece.nbytes)
-            elif piece.nbytes:
-                queue.add(piece.view_like(tensor), self._part(piece, tensor), piece.nbytes)
-            at += 1
-            done += piece.final
-        self._piece = at
-        if at == len(pieces):
-            if chunk.run is None:
-                chunk.learn()
-            self._end_chunk(readers, chunk)
-        return done
-
-    def _fill_run(
-        self, chunk: ChunkViews, run: Run, part: Sequence[tuple[int, torch.Tensor]]
-    ) -> int:
-        """The same for a chunk that looks as it did in the last round; returns how many went."""
-        at, queue = self._piece, self._queue
-        tensors = [tensor for _, tensor in part]
-        end = at + len(tensors)
-        if [index for index, _ in part] != run.indices[at:end] or not run.fits(at, tensors):
-            chunk.run = None
-            return 0
-        raws: list[Hashable] = []
-        if queue.digest is not None:
-            raws = [piece.shared_bytes(queue.digest) for piece in chunk.pieces[at:end]]
-        queue.add_run(run, at, run.views[at:end], tensors, raws)
-        return len(tensors)
-
-    def _part(self, piece: PieceViews, tensor: torch.Tensor) -> torch.Tensor:
-        # A tensor that is split over chunks and is not contiguous is made so once, not per piece.
-        if self._split is None or piece.start == 0:
-            self._split = bytes_of(tensor.resolve_conj().resolve_neg().contiguous())
-        part = self._split.narrow(0, piece.start, piece.nbytes)
-        if piece.final:
-            self._split = None
-        return part
-
-    def _check_resident(self, piece: PieceViews, tensor: torch.Tensor) -> None:
-        segment, offset = self._memory.resident[piece.tensor]
-        if segment.locate(tensor) != offset and tensor.nbytes:
-            raise Validation(
-                f"tensor {piece.tensor} is not where the readers look for it: it was moved or "
-                "replaced since set_resident",
-                tensor=str(piece.tensor),
-            )
-        self._in_place += piece.nbytes
-
-    def _end_chunk(self, readers: Readers, chunk: ChunkViews) -> None:
-        value = self._queue.end_chunk()
-        if value is not None:
-            self._digests.append(value)
-        where = 0 if chunk.copied else -1  # our own segment comes first
-        readers.announce(
-            wire.Ready(chunk=chunk.index, segment=where, offset=chunk.base, digest=value)
-        )
-        self._chunk += 1
-        self._piece = 0
+            self._connected()[1].write(batch)
 
     def finish(self) -> StreamSummary:
         """See `transports.stream.Sender.finish`.
@@ -247,18 +157,18 @@ class ShmSender:
             DigestMismatch: A reader arrived at other bytes.
         """
         with self._turn.call("finish", self._round, failed=self._failed):
-            readers = self._connected()
-            if self._chunk < len(self._memory.chunks):
-                missing = self._memory.chunks[self._chunk].pieces[self._piece].tensor
+            readers, writer = self._connected()
+            missing = writer.missing()
+            if missing is not None:
                 raise Validation(
                     f"tensor {missing} and later ones were not written", tensor=str(missing)
                 )
-            digest = None if self._kind is None else chain(self._digests)
-            nbytes = sum(self._sizes)
-            readers.finish(wire.Done(chunks=self._chunk, nbytes=nbytes, digest=digest))
+            digest = None if self._kind is None else chain(writer.digests)
+            done = wire.Done(chunks=writer.chunk, nbytes=self._nbytes, digest=digest)
+            readers.finish(done)
             self._rounds += 1
             self._end_round()
-            return StreamSummary(nbytes=nbytes, chunks=self._chunk, digest=digest)
+            return StreamSummary(nbytes=done.nbytes, chunks=done.chunks, digest=digest)
 
     def _failed(self, error: BaseException, aborted: bool) -> None:
         # Half a round is of no use to anybody: readers are told, and connections dropped.
@@ -266,17 +176,18 @@ class ShmSender:
             self._readers.fail(error)
         self._end_round()
 
-    def _connected(self) -> Readers:
+    def _connected(self) -> tuple[Readers, ChunkWriter]:
         self._waker.check()
-        if self._readers is None:
+        if self._readers is None or self._writer is None:
             raise InvalidTransition("no round is open")
-        return self._readers
+        return self._readers, self._writer
 
     def _end_round(self) -> None:
-        readers, self._readers = self._readers, None
-        self._split = None
-        self._copied += self._queue.copied
-        self._queue = CopyQueue(self._waker, self.progress, digest=None)
+        readers, writer = self._readers, self._writer
+        self._readers = self._writer = None
+        if writer is not None:
+            self._copied += writer.copied
+            self._in_place += writer.in_place
         if readers is not None:
             readers.close()
 
@@ -319,11 +230,11 @@ class ShmSender:
 
     def statistics(self) -> dict[str, Any]:
         """Rounds, bytes copied and found in place, and the memory held."""
-        segment = self._memory.segment
+        segment, writer = self._memory.segment, self._writer
         return {
             "rounds": self._rounds,
-            "bytes_copied": self._copied + self._queue.copied,
-            "bytes_in_place": self._in_place,
+            "bytes_copied": self._copied + (0 if writer is None else writer.copied),
+            "bytes_in_place": self._in_place + (0 if writer is None else writer.in_place),
             "buffer_nbytes": 0 if segment is None else segment.nbytes,
             "round": self._round if self._readers is not None else None,
         }
@@ -332,11 +243,3 @@ class ShmSender:
 def _check_int(name: str, value: int, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
         raise Validation(f"{name} must be an int in {low}..{high}, not {value!r}")
-
-
-def _unplanned(piece: PieceViews, index: int, tensor: torch.Tensor) -> Validation:
-    if piece.tensor != index:
-        text = f"tensor {index} was written where the plan has {piece.tensor}"
-    else:
-        text = f"tensor {index} has {tensor.nbytes} bytes, not as many as planned"
-    return Validation(text, tensor=str(index))

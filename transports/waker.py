@@ -1,11 +1,23 @@
-"""Ends the waits of another thread."""
+"""Waits for several peers at once, which another thread can end."""
 
 from __future__ import annotations
 
 import os
-from typing import final
+import select
+import time
+from typing import TYPE_CHECKING, final
 
-from transports.errors import TransportAborted
+from transports.errors import PeerLost, TransportAborted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from transports.links import Link
+    from transports.listener import Listener
+
+_READ = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLNVAL
+# Long enough never to matter, short enough for poll's C int of milliseconds.
+_LONGEST_POLL = 3600.0
 
 
 @final
@@ -55,3 +67,49 @@ class Waker:
         self._read_fd = self._write_fd = -1
         for fd in fds:
             os.close(fd)
+
+
+def wait_ready(
+    links: Iterable[Link], waker: Waker, *, deadline: float, listener: Listener | None = None
+) -> tuple[list[Link], bool]:
+    """Wait until a link has something to read (or its peer is gone), or somebody connects.
+
+    Links with unsent frames are flushed meanwhile. Returns the links to look at, and whether the
+    listener has a connection; both empty when the deadline (`time.monotonic`) has passed or when
+    frames were flushed, so callers loop.
+
+    Raises:
+        TransportAborted: `waker` was woken.
+    """
+    waker.check()
+    poller = select.poll()
+    poller.register(waker.fileno(), select.POLLIN)
+    by_fd: dict[int, Link] = {}
+    if listener is not None:
+        poller.register(listener.fileno(), select.POLLIN)
+    for link in links:
+        events = select.POLLIN | (select.POLLOUT if link.unsent else 0)
+        for fd in link.watched():
+            by_fd[fd] = link
+            poller.register(fd, events if fd == link.fileno() else select.POLLIN)
+    connected = False
+    ready: dict[Link, None] = {}
+    for fd, events in poller.poll(milliseconds_until(deadline)):
+        link_of_fd = by_fd.get(fd)
+        if link_of_fd is None:
+            connected = connected or fd != waker.fileno()
+            continue
+        if events & select.POLLOUT:
+            try:
+                link_of_fd.flush_nowait()
+            except PeerLost:
+                ready[link_of_fd] = None  # its last words may still be there to read
+        if events & _READ:
+            ready[link_of_fd] = None
+    waker.check()
+    return list(ready), connected
+
+
+def milliseconds_until(deadline: float) -> float:
+    """What `poll` takes for a `time.monotonic` deadline."""
+    return min(max(0.0, deadline - time.monotonic()), _LONGEST_POLL) * 1000.0

@@ -1,0 +1,84 @@
+"""The source's side of a trainer engine: its thread, its checked metadata, the plan made from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from aiosync.errors import Validation
+from aiosync.feed import SourceFeed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transports.lane import LaneFactory, LaneLike
+    from transports.planning import Plan
+
+
+@final
+class SourceSide:
+    """Owns the lane on which a source is read and iterated; it may run collectives there."""
+
+    def __init__(self, source: Any, *, name: str, rank: int, lane_factory: LaneFactory) -> None:
+        self.source = source
+        self._name = name
+        self._rank = rank
+        self._lane_factory = lane_factory
+        self._lane: LaneLike | None = None
+        self._feed: tuple[Any, SourceFeed] | None = None
+        self._plan: tuple[SourceFeed, Plan] | None = None
+
+    @property
+    def lane(self) -> LaneLike:
+        """The source's thread; replaced once a call on it is stuck for good."""
+        if self._lane is not None and self._lane.poisoned:
+            self._lane.close()
+            self._lane = None
+        if self._lane is None:
+            self._lane = self._lane_factory(f"{self._name}-source")
+        return self._lane
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no blocking call is stuck."""
+        return self._lane is None or not self._lane.poisoned
+
+    async def open_feed(self, *, grace: float) -> SourceFeed:
+        """Read the metadata (perhaps a collective) and check it, unless it is the same as before.
+
+        Raises:
+            Validation: There is no source, or its metadata cannot be right.
+        """
+        source = self.source
+        if source is None:
+            raise Validation(f"{self._name} was made without a source", phase="admit")
+
+        def read() -> tuple[Any, SourceFeed]:
+            # A cached metadata list is the same object again: then nothing has to be checked anew.
+            announced, known = source.metadata, self._feed
+            if known is not None and announced is known[0]:
+                return known
+            return announced, SourceFeed(source, rank=self._rank)
+
+        self._feed = await self.lane.run(read, grace=grace)
+        return self._feed[1]
+
+    async def open_plan(
+        self, feed: SourceFeed, make: Callable[[SourceFeed], Plan], *, grace: float
+    ) -> Plan:
+        """The plan for `feed`; made again only when the metadata changed."""
+        if self._plan is None or self._plan[0] is not feed:
+            self._plan = (feed, await self.lane.run(make, feed, grace=grace))
+        return self._plan[1]
+
+    async def drain(self, feed: SourceFeed, *, grace: float) -> None:
+        """Iterate and drop everything: a rank that does not send stays in the collectives."""
+        if feed.is_async:
+            async for _ in feed.aiter_batches():
+                pass
+        else:
+            await self.lane.run(lambda: sum(1 for _ in feed.iter_batches()), grace=grace)
+
+    def close(self) -> None:
+        """Let the thread end once it is idle."""
+        if self._lane is not None:
+            self._lane.close()
