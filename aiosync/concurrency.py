@@ -141,12 +141,19 @@ class Task(Generic[T]):
 
     __slots__ = ("_task", "name")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], name: str) -> None:
+    def __init__(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        name: str,
+        after: Callable[[], None] | None = None,
+    ) -> None:
         self.name = name
         self._task = asyncio.get_running_loop().create_task(coroutine, name=name)
         _ALIVE.add(self._task)
         self._task.add_done_callback(_ALIVE.discard)
         self._task.add_done_callback(_note_failure)
+        if after is not None:
+            self._task.add_done_callback(lambda _: after())
 
     @property
     def done(self) -> bool:
@@ -192,9 +199,16 @@ class Supervisor:
     def __init__(self) -> None:
         self._tasks: set[Task[Any]] = set()
 
-    def start(self, coroutine: Coroutine[Any, Any, T], *, name: str) -> Task[T]:
+    def start(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        *,
+        name: str,
+        after: Callable[[], None] | None = None,
+    ) -> Task[T]:
+        """Start a task; `after` runs once it is over, even if it was cancelled unbegun."""
         self._tasks = {task for task in self._tasks if not task.done}
-        task = Task(coroutine, name)
+        task = Task(coroutine, name, after)
         self._tasks.add(task)
         return task
 
@@ -203,8 +217,9 @@ class Supervisor:
         running = [task for task in self._tasks if not task.done]
         for task in running:
             task.cancel()
-        for task in running:
-            await task.wait(timeout=seconds)
+        with anyio.move_on_after(seconds):  # for all of them together
+            for task in running:
+                await task.wait()
         self._tasks.clear()
 
 

@@ -110,6 +110,14 @@ class Session:
         finally:
             self._end()
 
+    def ensure_over(self) -> None:
+        """End the session if the task that should have run it never began (the loop ended)."""
+        if not self._over.is_set():
+            self.error = self._reason or RoundCancelled(
+                "the worker stopped during the round", round=self.number
+            )
+            self._end()
+
     async def do(self, fn: Callable[[], Awaitable[Any]], *, key: str | None = None) -> Any:
         """Have the session run `fn` and return its result.
 

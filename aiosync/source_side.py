@@ -1,4 +1,4 @@
-"""The source's side of a trainer engine: its thread, its checked metadata, the plan made from it."""
+"""The source's side of a trainer engine: its thread, its checked metadata, the plan."""
 
 from __future__ import annotations
 

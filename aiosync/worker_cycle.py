@@ -101,7 +101,9 @@ class WorkerCycle:
             on_end=self._over,
             progress=engine.progress_at,
         )
-        self._supervisor.start(session.run(), name=f"{engine.name}-round-{number}")
+        self._supervisor.start(
+            session.run(), name=f"{engine.name}-round-{number}", after=session.ensure_over
+        )
         await session.do(functools.partial(self._step, bare))
 
     async def receive(

@@ -5,7 +5,7 @@ import base64
 import functools
 import gc
 import json
-import pickle  # noqa: TID251
+import pickle
 import socket
 import threading
 from contextlib import asynccontextmanager, suppress

@@ -176,7 +176,7 @@ def test_leaving_early_closes_the_source_once_on_the_same_thread():
         next(batches)
         batches.close()
 
-    lane = threading.Thread(target=drive)  # noqa: TID251 -- a stand-in lane
+    lane = threading.Thread(target=drive)
     lane.start()
     lane.join()
     assert source.closed == [lane.ident]

@@ -75,7 +75,7 @@ def test_frames_arrive_whole_and_in_order(pair):
         got.extend(far.recv(deadline=soon())[0] for _ in payloads)
 
     got: list[bytes] = []
-    thread = threading.Thread(target=receive, args=(got,))  # noqa: TID251 - blocks, without a loop
+    thread = threading.Thread(target=receive, args=(got,))
     thread.start()
     for payload in payloads:
         near.send(payload, deadline=soon())
@@ -233,7 +233,7 @@ def test_wake_ends_every_wait(pair, listener, waker, blocked_in):
         entered.wait(5)
         waker.wake()
 
-    thread = threading.Thread(target=wake)  # noqa: TID251 - blocks, without a loop
+    thread = threading.Thread(target=wake)
     thread.start()
     entered.set()
     begun = time.monotonic()

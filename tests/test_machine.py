@@ -63,7 +63,7 @@ def in_thread(fn):
         except Exception as error:
             outcome.append(error)
 
-    thread = threading.Thread(target=body)  # noqa: TID251 - threads are the subject
+    thread = threading.Thread(target=body)
     thread.start()
     thread.join()
     return outcome[0]

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import os
-import pickle  # noqa: TID251
+import pickle
 import socket
 import stat
 from contextlib import AsyncExitStack, suppress

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from aiosync.concurrency import Supervisor
 from aiosync.errors import DigestMismatch, PeerLost, PhaseTimeout, RoundCancelled
 from aiosync.session import Session
 
@@ -427,3 +428,16 @@ async def test_job_that_raises_a_cancellation_by_itself_is_an_error_for_its_call
             async with asyncio.timeout(5):
                 await session.do(odd)
         assert len(ends) == 1
+
+
+async def test_session_whose_task_never_began_ends_too():
+    ends = Ends()
+    session = Session(number=1, lease=LONG, on_end=ends)
+    supervisor = Supervisor()
+    task = supervisor.start(session.run(), name="session", after=session.ensure_over)
+    caller = asyncio.create_task(session.do(Job()))
+    task.cancel()  # as a loop that shuts down does
+    await over(session)
+    assert len(ends) == 1
+    with pytest.raises(RoundCancelled, match="worker stopped"):
+        await caller

@@ -137,7 +137,7 @@ def send(sender, tensors, limit, *, readers=1, round=1, stall=20.0, batch=3):
     return sender.finish()
 
 
-class Thread(threading.Thread):  # noqa: TID251 - a lane's thread, without the loop
+class Thread(threading.Thread):
     """Runs a function and keeps what it returned or raised."""
 
     def __init__(self, fn, *args, **kwargs):
@@ -583,12 +583,14 @@ class FakeTrainer:
 
     def _serve(self, answers, segment):
         link = self.listener.accept(self.waker, deadline=time.monotonic() + 10)
-        link.recv(deadline=time.monotonic() + 10)
-        for at, answer in enumerate(answers):
-            fds = [segment.fileno()] if segment is not None and at == 0 else []
-            link.send(wire.encode(answer), fds, deadline=time.monotonic() + 10)
         try:
             link.recv(deadline=time.monotonic() + 10)
+            for at, answer in enumerate(answers):
+                fds = [segment.fileno()] if segment is not None and at == 0 else []
+                link.send(wire.encode(answer), fds, deadline=time.monotonic() + 10)
+            link.recv(deadline=time.monotonic() + 10)
+        except PeerLost:
+            pass  # the receiver had heard enough
         finally:
             link.close()
 

@@ -423,7 +423,7 @@ def test_a_pass_runs_where_it_is_driven():
     source = ModuleSource(nn.Linear(1, 1), session=session)
     _ = source.metadata
     threads.clear()
-    worker = threading.Thread(target=lambda: list(source.iter_full()))  # noqa: TID251 -- a stand-in lane
+    worker = threading.Thread(target=lambda: list(source.iter_full()))
     worker.start()
     worker.join()
     assert len(set(threads)) == 1

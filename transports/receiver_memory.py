@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from statemachines.errors import Validation
-from transports.chunk_copy import ChunkViews, chunk_views
+from transports.chunk_copy import chunk_views
 from transports.segments import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transports import shm_messages as wire
+    from transports.chunk_copy import ChunkViews
     from transports.planning import Plan
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiosync.trainer import TrainerWeightTransferEngine
     from transports.lane import Lane
 
-_PER_REQUEST = 64
+_PER_REQUEST = 32
 # Keep the seeds of all requests of all runs apart.
 _STEPS, _REQUESTS = 1 << 20, 1 << 10
 _FLOOR_STEPS = 4
@@ -204,7 +204,7 @@ class Training:
         first = self._options.rounds + 1
         batch = await self._sample(first, await self._prompts())
         async with LagSampler().running() as lag:
-            for step in range(first, first + _FLOOR_STEPS):
+            for step in range(first, first + min(_FLOOR_STEPS, self._options.rounds)):
                 batch = await self._step(step, batch, copy)
         return lag.samples
 
