@@ -145,6 +145,10 @@ class Session:
             raise job.error
         return job.result
 
+    def was_asked(self, *keys: str) -> bool:
+        """Whether a job of one of `keys` was handed in."""
+        return any(key in self._named for key in keys)
+
     def close(self) -> None:
         """Let the session end without error once its jobs are done."""
         self._closing = True

@@ -53,6 +53,10 @@ class Watchable:
         """Wait until the engine is in one of `states`; checks first."""
         return State(await self.machine.wait_for(*states))
 
+    def standing(self) -> dict[str, Any]:
+        """State and legal triggers, as refusals carry them in ``detail``."""
+        return {"state": self.state.value, "allowed": list(self.machine.allowed())}
+
     def wrong_order(self, what: str) -> InvalidTransition:
         """The error for a call that the present state does not allow."""
         allowed = self.machine.allowed()
@@ -60,5 +64,5 @@ class Watchable:
             f"{what}: not possible in state {self.state.value};"
             f" allowed now: {', '.join(allowed) or 'nothing'}",
             phase=what,
-            detail={"state": self.state.value, "allowed": list(allowed)},
+            detail=self.standing(),
         )

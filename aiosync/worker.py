@@ -107,7 +107,7 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         self.incarnation = secrets.token_hex(8)
         self.generation = GenerationGate()
         self.version: Version | None = None
-        self.weights = Weights.INTACT
+        self._weights = Weights.INTACT
         self.machine = StateMachine(ENGINE, name=self.name, role="worker", hub=hub)
         self.cycle = WorkerCycle(self)
         self._lane_factory = lane_factory
@@ -237,6 +237,18 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         )
 
     @property
+    def weights(self) -> Weights:
+        """Whether the model is whole; a sink that fills it in place says so while it does."""
+        sink = self.cycle.sink
+        if sink is not None and self.cycle.session is not None:
+            return Weights(sink.weights)
+        return self._weights
+
+    @weights.setter
+    def weights(self, value: Weights) -> None:
+        self._weights = value
+
+    @property
     def verifies(self) -> bool:
         """Whether digests are checked (``verify="digest"``)."""
         return bool(getattr(self.config, "verify", "digest") == "digest")
@@ -271,8 +283,13 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         if self.state is State.CLOSED:
             return
         await self.cycle.close()
-        if self._lane is not None:
-            self._lane.close()
+        self.close_lane()
+
+    def close_lane(self) -> None:
+        """Let the thread end after its last call."""
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.close()
 
     async def __aenter__(self) -> Self:
         return self

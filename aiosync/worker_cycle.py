@@ -15,11 +15,11 @@ import anyio
 from aiosync.concurrency import Supervisor, run_to_end
 from aiosync.config import WeightTransferInitRequest
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import Busy, Coverage, RoundCancelled, Validation
+from aiosync.errors import Busy, Coverage, Fenced, RoundCancelled, Validation
 from aiosync.overrides import bare_of, call_step
 from aiosync.ownership import Ownership
 from aiosync.session import Session
-from aiosync.version import check_successor, next_version
+from aiosync.version import check_label, check_successor, next_version
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger, Weights
 
@@ -63,14 +63,24 @@ class WorkerCycle:
                 f"{what} is under way (state {engine.state.value})",
                 replica=engine.name,
                 phase="init",
-                detail={"owner": self.ownership.owner, "since": self.ownership.since},
+                detail={
+                    **engine.standing(),
+                    "owner": self.ownership.owner,
+                    "since": self.ownership.since,
+                },
             )
+        if engine.state is State.CLOSED:
+            raise engine.wrong_order("init")
         info = engine.parse_init_info(init_info)
         self._initialising = True
         try:
-            await self._back_to_idle()
             await engine.machine.pass_gates(Trigger.INITIALIZE)
+            await self._back_to_idle()
             await self._open_channel(bare, info)
+            if engine.state is not State.IDLE:  # closed meanwhile
+                await self._dispose()
+                engine.close_lane()
+                raise engine.wrong_order("init")
             self.ownership.take(header.owner if header is not None else None)
             engine.machine.fire(Trigger.INITIALIZE, version=_label(engine.version))
         finally:
@@ -81,7 +91,7 @@ class WorkerCycle:
         self.ownership.check(header, "start")
         session = self.session
         if session is not None and header is not None and header.round == session.number:
-            session.touch()
+            await session.do(functools.partial(self._step, bare), key="start")
             return  # the same call again: the round is open
         if engine.state is not State.INITIALIZED:
             raise engine.wrong_order("start")
@@ -104,15 +114,16 @@ class WorkerCycle:
         self._supervisor.start(
             session.run(), name=f"{engine.name}-round-{number}", after=session.ensure_over
         )
-        await session.do(functools.partial(self._step, bare))
+        await session.do(functools.partial(self._step, bare), key="start")
 
     async def receive(
         self, bare: Callable[..., Any], update_info: Any, *, header: RoundHeader | None = None
     ) -> None:
         engine = self.engine
         self.ownership.check(header, "update")
-        session = self._open_session("update")
-        if engine.state is not State.UPDATING:
+        session = self._open_session("update", header)
+        if engine.state is not State.UPDATING or session.was_asked("prepare", "finish"):
+            # Jobs run in order: it would run behind the commit, outside of the round.
             raise engine.wrong_order("update")
         info = engine.parse_update_info(update_info)
         engine.machine.fire(Trigger.UPDATE, round=session.number, nbytes=engine.received_bytes())
@@ -123,7 +134,7 @@ class WorkerCycle:
 
     async def prepare(self, *, header: RoundHeader | None = None) -> None:
         self.ownership.check(header, "prepare")
-        await self._open_session("prepare").do(self._prepare, key="prepare")
+        await self._open_session("prepare", header).do(self._prepare, key="prepare")
 
     async def finish(
         self,
@@ -140,7 +151,9 @@ class WorkerCycle:
         label: Any = weight_version  # a caller by hand may pass an int
         if label is not None and type(label) is not str:
             raise Validation(f"weight_version must be a str or None, not {label!r}", phase="finish")
-        session = self._open_session("finish")
+        if label is not None:
+            check_label(label)
+        session = self._open_session("finish", header)
         commit = functools.partial(self._commit, bare, session, weight_version)
         await session.do(commit, key="finish")
         await session.wait_over()
@@ -163,7 +176,10 @@ class WorkerCycle:
             self.ownership.check(header, "shutdown")
         if engine.state in BUSY:
             raise Busy(
-                "a round is under way; abort it first", replica=engine.name, phase="shutdown"
+                "a round is under way; abort it first",
+                replica=engine.name,
+                phase="shutdown",
+                detail=engine.standing(),
             )
         if engine.state is State.INITIALIZED:
             await self._step(bare)
@@ -215,8 +231,6 @@ class WorkerCycle:
 
     async def _back_to_idle(self) -> None:
         state, machine = self.engine.state, self.engine.machine
-        if state is State.CLOSED:
-            raise self.engine.wrong_order("init")
         if state is not State.IDLE:
             await self._dispose()
             machine.fire(Trigger.RELEASE if state is State.INITIALIZED else Trigger.RESET)
@@ -318,10 +332,18 @@ class WorkerCycle:
             version=_label(engine.version),
         )
 
-    def _open_session(self, what: str) -> Session:
-        if self.session is None or self.engine.state not in BUSY:
+    def _open_session(self, what: str, header: RoundHeader | None) -> Session:
+        session = self.session
+        if session is None or self.engine.state not in BUSY:
             raise self.engine.wrong_order(what)
-        return self.session
+        if header is not None and header.round != session.number:
+            raise Fenced(
+                f"{what}: round {header.round} is not the open one, {session.number} is",
+                round=header.round,
+                phase=what,
+                detail={"last_round": session.number},
+            )
+        return session
 
 
 def _label(version: Version | None) -> str | None:

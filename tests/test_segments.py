@@ -146,6 +146,21 @@ def test_too_much_names_need_and_free_and_leaves_nothing():
     assert fd_count() == fds
 
 
+def test_a_long_reservation_can_be_given_up_without_leaking(monkeypatch):
+    monkeypatch.setattr(segments, "_RESERVE_STEP", 4096)
+    before, steps = fd_count(), []
+
+    def check():
+        steps.append(1)
+        if len(steps) == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        Segment.create(1 << 20, check=check)
+    assert len(steps) == 3
+    assert fd_count() == before
+
+
 @pytest.mark.parametrize("code", ["ENOSPC", "ENOMEM"])
 def test_a_reservation_that_fails_is_an_exception_and_no_bus_error(monkeypatch, code):
     import errno

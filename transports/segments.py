@@ -7,7 +7,6 @@ is made, because running out later is a bus error and not an exception.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import math
 import os
@@ -28,11 +27,11 @@ except ImportError:  # no POSIX: nothing here works, but the package still impor
     fcntl = None  # type: ignore[assignment]  # checked where it is used
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 ALIGNMENT = 64
 _LARGEST = 2**48
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the mmap module does not know yet
+_RESERVE_STEP = 256 << 20
 
 
 def available_memory() -> int | None:
@@ -80,8 +79,12 @@ class Segment:
         self.key = key
 
     @classmethod
-    def create(cls, nbytes: int) -> Self:
+    def create(cls, nbytes: int, *, check: Callable[[], None] = lambda: None) -> Self:
         """Reserve `nbytes` bytes of zeros.
+
+        Args:
+            nbytes: The size.
+            check: Called now and then, because much memory takes seconds; may raise.
 
         Raises:
             OutOfSharedMemory: There is not that much; nothing is left behind.
@@ -95,9 +98,11 @@ class Segment:
         fd = _anonymous_file()
         try:
             os.ftruncate(fd, nbytes)
-            os.posix_fallocate(fd, 0, nbytes)
+            for start in range(0, nbytes, _RESERVE_STEP):
+                os.posix_fallocate(fd, start, min(_RESERVE_STEP, nbytes - start))
+                check()
             _seal(fd)
-            segment = cls(fd, nbytes, secrets.token_hex(8))
+            return cls(fd, nbytes, secrets.token_hex(8))
         except OSError as error:
             os.close(fd)
             if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -109,8 +114,6 @@ class Segment:
         except BaseException:  # the descriptor is ours until the segment has it
             os.close(fd)
             raise
-        segment._populate()
-        return segment
 
     @classmethod
     def attach(cls, fd: int, *, nbytes: int | None = None, key: str = "") -> Self:
@@ -206,14 +209,6 @@ class Segment:
         # Segments are handed to storages, senders and readers alike; the last one closes.
         if getattr(self, "_fd", -1) >= 0:
             self.close()
-
-    def _populate(self) -> None:
-        # Page by page while the first round copies, this takes several times as long.
-        try:
-            madvise = ctypes.CDLL(None).madvise
-        except (OSError, AttributeError):
-            return
-        madvise(ctypes.c_void_p(self._address), ctypes.c_size_t(self.nbytes), _POPULATE_WRITE)
 
 
 def _out_of_memory(need: int, free: int | None) -> OutOfSharedMemory:

@@ -13,7 +13,7 @@ from transports.planning import ALIGNED
 from transports.segments import ALIGNMENT, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from transports.chunk_copy import ChunkViews
     from transports.links import Link
@@ -47,8 +47,12 @@ class SenderMemory:
             self.resident = table
             self._resident_name = secrets.token_hex(8) if table else ""
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: Plan, *, check: Callable[[], None]) -> None:
         """Have memory for the plan, and views if they are not there from the last round.
+
+        Args:
+            plan: This round's.
+            check: Called now and then while memory is reserved; may raise.
 
         Raises:
             Validation: The plan, or a resident tensor, does not fit.
@@ -69,7 +73,7 @@ class SenderMemory:
             return
         self._prepared = ("", "")
         self.chunks = chunk_views(plan, self.resident)
-        self._reserve(self._lay_out())
+        self._reserve(self._lay_out(), check)
         for chunk, base in zip(self.chunks, self._bases, strict=True):
             chunk.settle(self.segment if chunk.copied else None, base)
         self._prepared = wanted
@@ -87,7 +91,7 @@ class SenderMemory:
                 total += -(-chunk.nbytes // ALIGNMENT) * ALIGNMENT
         return total
 
-    def _reserve(self, nbytes: int) -> None:
+    def _reserve(self, nbytes: int, check: Callable[[], None] = lambda: None) -> None:
         if self.segment is not None and self.segment.nbytes >= nbytes > 0:
             return
         if self.segment is not None:
@@ -95,7 +99,7 @@ class SenderMemory:
             self.segment.close()
             self.segment = None
         if nbytes:
-            self.segment = Segment.create(nbytes)
+            self.segment = Segment.create(nbytes, check=check)
 
     def _segments(self) -> list[Segment]:
         homes = {} if self.segment is None else {self.segment.key: self.segment}

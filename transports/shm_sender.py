@@ -122,7 +122,7 @@ class ShmSender:
         _check_int("readers", readers, 1, 1 << 16)
         with self._turn.call("open", round, failed=self._failed):
             self._waker.check()
-            self._memory.prepare(plan)
+            self._memory.prepare(plan, check=self._waker.check)
             self._round, self._nbytes = round, sum(plan.sizes)
             self._readers = Readers(self._waker, stall=stall)
             queue = CopyQueue(self._waker, self.progress, digest=self._kind)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from aiosync.metadata import ParamMeta
 from aiosync.module_layout import compact
@@ -26,7 +26,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the folder's ``*.safetensors`` files, by `PREFIX` and its name.
 
     Raises:
-        ValueError: There is no such file, or two files have a tensor of one name.
+        ValueError: There is no such file, one is broken, or two have a tensor of one name.
     """
     return {name: tensor.clone() for name, tensor in _opened(folder)}
 
@@ -42,12 +42,20 @@ def _opened(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise ValueError(f"no *.safetensors in {folder}")
     owner: dict[str, Path] = {}
     for file in files:
+        for name, tensor in _read(file):
+            if name in owner:
+                raise ValueError(f"{name} is in {owner[name].name} and in {file.name}")
+            owner[name] = file
+            yield PREFIX + name, tensor
+
+
+def _read(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  it is no mapping
-                if name in owner:
-                    raise ValueError(f"{name} is in {owner[name].name} and in {file.name}")
-                owner[name] = file
-                yield PREFIX + name, opened.get_tensor(name)
+                yield name, opened.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

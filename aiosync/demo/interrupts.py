@@ -32,8 +32,9 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
-            # An ignored one (nohup, a shell's background job) stays ignored.
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            # nohup ignores SIGHUP, and is right. A script's background job ignores SIGINT, and
+            # would then go on alone.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
 

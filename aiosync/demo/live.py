@@ -7,13 +7,12 @@ from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from aiosync.demo.view import HEADINGS, View, cells_of
+from aiosync.demo.view import HEADINGS, LEGEND, View, cells_of
 from transports.lane import Lane
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 _ROWS = 8
 _PAINT_S = 0.3
 _BARS = "▁▂▃▄▅▆▇█"
+_TEXT = ("engine", "state", "last trigger", "weights", "digest", "by")
 _FACTS = ("dest", "trigger", "seq", "version", "weights")
 
 
@@ -82,7 +82,11 @@ class LiveView(View):
         self._has_news = True
 
     def _show(self, who: str, facts: Iterable[Any]) -> None:
-        self._states[who] = ["" if fact is None else str(fact) for fact in facts]
+        before = self._states.get(who, [""] * len(_FACTS))
+        # What a transition does not mention has not changed.
+        self._states[who] = [
+            old if fact is None else str(fact) for fact, old in zip(facts, before, strict=True)
+        ]
         self._has_news = True
 
     def _picture(self) -> RenderableType:
@@ -96,7 +100,8 @@ class LiveView(View):
         if self._rewards:
             reward.append(f" {self._rewards[-1]:.3f}")
         head = Text(f"{self._title}: {self._note}", style="bold")
-        return Group(head, engines, rounds, reward)
+        legend = Text(LEGEND, style="dim")
+        return Group(head, "", engines, "", rounds, legend, "", reward)
 
 
 def _paint(live: Live, picture: RenderableType) -> None:
@@ -104,9 +109,9 @@ def _paint(live: Live, picture: RenderableType) -> None:
 
 
 def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold underline")
     for heading in headings:
-        table.add_column(heading, justify="right" if heading.endswith("ms") else "left")
+        table.add_column(heading, justify="left" if heading in _TEXT else "right", no_wrap=True)
     return table
 
 

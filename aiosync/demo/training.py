@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _PER_REQUEST = 32
 # Keep the seeds of all requests of all runs apart.
 _STEPS, _REQUESTS = 1 << 20, 1 << 10
-_FLOOR_STEPS = 4
+_FLOOR_STEPS = 8
 _ENDS = 5
 _JUDGED_FROM = 20
 _LEAST_GAIN = 0.2

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from statemachines.events import Transition
 
 _PHASES = ("admit", "start", "update", "prepare", "finish", "total")
-_SPENT = tuple(f"{phase} ms" for phase in _PHASES)
-HEADINGS = ("version", "MB", *_SPENT, "lag ms", "digest", "reward", "sampled by")
+HEADINGS = ("v", "MB", *_PHASES, "lag", "digest", "reward", "by")
+LEGEND = "phases and lag in ms (lag: p99 of the event loop); by: versions that sampled the answers"
 
 
 def cells_of(row: Row) -> list[str]:
@@ -28,7 +28,7 @@ def cells_of(row: Row) -> list[str]:
         f"{row.lag_ms:.1f}",
         "ok" if row.verified else "none",
         "" if row.reward is None else f"{row.reward:.3f}",
-        ", ".join(f"v{version}" for version in row.sampled_by),
+        ",".join(map(str, row.sampled_by)),
     ]
 
 
@@ -62,11 +62,15 @@ class PlainView(View):
 
     def __init__(self, *, to_stderr: bool = False) -> None:
         self._to_stderr = to_stderr
+        self._told = False
 
     def note(self, text: str) -> None:
         click.echo(f"{text} ...", err=self._to_stderr)
 
     def round(self, row: Row) -> None:
+        if not self._told:
+            click.echo(LEGEND, err=self._to_stderr)
+            self._told = True
         cells = zip(HEADINGS, cells_of(row), strict=True)
         line = "  ".join(f"{heading} {cell}" for heading, cell in cells if cell)
         click.echo(line, err=self._to_stderr)

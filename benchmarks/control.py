@@ -1,0 +1,91 @@
+"""A round with one tiny tensor, beside the bare HTTP requests that it makes.
+
+Raw sends requests of the same number, kind and size with the same HTTP library to a server that
+does nothing, each over a connection of its own as the client does; `raw_keep_alive` is the same
+over one kept connection.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import aiosync
+from benchmarks import layouts, wire
+from benchmarks.measure import alternate, median, payload, record, spread
+from benchmarks.processes import peer
+from benchmarks.setting import setting
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from benchmarks.measure import Options
+    from benchmarks.processes import Peer
+
+_NBYTES = 64
+_BATCH = 10  # rounds per measurement: one alone is shorter than a hiccup of the machine
+
+
+async def run(options: Options) -> AsyncIterator[dict[str, Any]]:
+    async with peer() as other:
+        requests = await _requests(other)
+        for tcp in (False, True):
+            yield await _measure(other, requests, options, tcp=tcp)
+
+
+async def _requests(other: Peer) -> list[wire.Request]:
+    """What a round sends, once everything is known to both sides."""
+    answer = await other.do(
+        "open", layout="one", nbytes=_NBYTES, tensors=1, sink="staged", verify="digest", tcp=False
+    )
+    _, model = layouts.build("one", _NBYTES, 1, trains=True)
+    async with (
+        wire.relay(answer["url"]) as seen,
+        aiosync.connect(model, workers=[seen.url]) as sync,
+    ):
+        await sync.send_weights()
+        seen.connections.clear()
+        await sync.send_weights()
+        return seen.requests()
+
+
+async def _measure(
+    other: Peer, requests: list[wire.Request], options: Options, *, tcp: bool
+) -> dict[str, Any]:
+    bare = (await other.do("bare", tcp=tcp))["url"]
+    kept: list[float] = []
+    async with (
+        setting(other, "one", _NBYTES, 1, tcp=tcp) as pair,
+        wire.session(bare, keep_alive=True) as lasting,
+    ):
+
+        async def ours() -> float:
+            return sum([(await pair.round())[0] for _ in range(_BATCH)]) / _BATCH * 1e3
+
+        async def raw() -> float:
+            began = time.perf_counter()
+            for _ in range(_BATCH):
+                async with wire.session(bare, keep_alive=False) as client:
+                    await wire.make(client, bare, requests)
+            over = time.perf_counter()
+            for _ in range(_BATCH):
+                await wire.make(lasting, bare, requests)
+            kept.append((time.perf_counter() - over) / _BATCH * 1e3)
+            return (over - began) / _BATCH * 1e3
+
+        await ours(), await raw()
+        kept.clear()
+        pairs = await alternate(ours, raw, options.repeat)
+        phases = [(await pair.round())[1].seconds for _ in range(options.repeat)]
+    return record(
+        "control",
+        pairs,
+        variant="TCP" if tcp else "Unix socket",
+        payload=payload(_NBYTES, 1),
+        unit="ms",
+        target="ratio <= 3",
+        requests=[f"{request.method} {request.target}" for request in requests],
+        raw_keep_alive=median(kept),
+        raw_keep_alive_spread=spread(kept),
+        seconds={name: median([phase[name] for phase in phases]) for name in phases[0]},
+    )
