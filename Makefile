@@ -41,7 +41,7 @@ demo: $(VENV)/.stamp-run
 	@$(VENV)/bin/aiosync demo $(ARGS)
 
 bench: $(VENV)/.stamp-run
-	@$(PY) benchmarks/run.py $(ARGS)
+	@$(PY) -m benchmarks run $(or $(ARGS),all)
 
 test: $(VENV)/.stamp-dev
 	@$(PY) -m pytest --cov --cov-report= $(ARGS)

@@ -82,8 +82,12 @@ class Admission:
         self.current = Round(self._engine, target, budget, rollback=rollback)
         return self.current
 
-    def free(self) -> None:
+    def free(self, round: Round) -> bool:
+        """Give the slot back; False if it was somebody else's by now."""
+        if self.current is not round:
+            return False
         self.current = self._loop = None
+        return True
 
     def _resolve(self, version: Any) -> Version:
         if isinstance(version, Version):

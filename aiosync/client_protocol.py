@@ -11,7 +11,7 @@ import msgspec
 from aiosync.defaults import DEFAULTS
 
 # At run time too: msgspec resolves the annotations of a Struct when it is first decoded.
-from aiosync.messages import PeerState  # noqa: TC001
+from aiosync.messages import PeerState
 from transports.lane import Lane
 
 if TYPE_CHECKING:

@@ -24,19 +24,23 @@ if TYPE_CHECKING:
 _ASK_AGAIN_S = 0.05
 
 
-async def commit(round: Round) -> None:
+async def commit(round: Round, label: str | None = None) -> None:
     """Send finish to every member and settle each one's outcome.
+
+    Args:
+        label: The version as members are told; the round's own unless given.
 
     Raises:
         OutcomeUnknown: A member neither answered nor could be asked.
         RemoteError: A member refused or failed.
     """
     failures: list[Exception] = []
+    name = round.label if label is None else label
 
     async def one(link: MemberLink) -> None:
         link.outcome = "unknown"
         try:
-            await link.call("finish_weight_update", round.label, header=round.header(link))
+            await link.call("finish_weight_update", name, header=round.header(link))
         except (PeerLost, PhaseTimeout, ProtocolMismatch) as error:
             await _ask(round, link, error)
         except AiosyncError:

@@ -14,7 +14,7 @@ import anyio
 import torch
 
 from aiosync import passes
-from aiosync.metadata import dtype_name, validate_metadata
+from aiosync.metadata import dtype_name, layer_runs, validate_metadata
 from aiosync.module_layout import compact, is_dtensor
 from aiosync.sources import WeightSource
 from statemachines.errors import Validation
@@ -69,6 +69,31 @@ class SourceFeed:
     def _iterate(self) -> Any:
         # Looked up for each pass: what a source does may change, its metadata may not.
         return self.source.iter_groups if self._grouped else self.source.iter_full
+
+    def group_cut(self) -> list[int]:
+        """Sizes of the layer groups, over all announced names.
+
+        Raises:
+            Validation: The source's `groups()` are no partition of its names in metadata order.
+        """
+        names = [meta.name for meta in self.metadata]
+        groups = getattr(self.source, "groups", None)
+        cut = layer_runs(names) if groups is None else groups()
+        if [name for group in cut for name in group] != names:
+            raise Validation(
+                f"{type(self.source).__name__}.groups() must list every announced name once, in"
+                " metadata order"
+            )
+        return [len(group) for group in cut]
+
+    def group_counts(self) -> list[int]:
+        """How many tensors this rank yields of each layer group."""
+        owned = set(self.owned)
+        counts, at = [], 0
+        for size in self.group_cut():
+            counts.append(sum(index in owned for index in range(at, at + size)))
+            at += size
+        return counts
 
     def iter_batches(self) -> Generator[list[tuple[int, torch.Tensor]]]:
         """One pass over a source with plain generators.

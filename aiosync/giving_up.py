@@ -14,6 +14,7 @@ import anyio
 from aiosync.concurrency import first_line, quietly, run_to_end
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger, Weights
+from transports.lane import Lane
 
 if TYPE_CHECKING:
     from aiosync.members import MemberLink
@@ -25,6 +26,7 @@ async def give_up(round: Round, cause: BaseException) -> None:
 
     The other half belongs to the lane that had to be aborted before.
     """
+    await _tell_ranks(round, cause)
     machine = round.engine.machine
     if machine.state not in BUSY:
         return
@@ -33,6 +35,20 @@ async def give_up(round: Round, cause: BaseException) -> None:
             await run_to_end(lambda: abort_members(round, cause), seconds=round.budget.cleanup / 2)
     finally:
         _flip(round, cause)
+
+
+async def _tell_ranks(round: Round, cause: BaseException) -> None:
+    """The other trainer ranks wait at a meeting: they must hear that this round is over."""
+    ranks = round.engine.ranks
+    if ranks.size == 1 or ranks.parted:
+        return
+
+    async def say() -> None:
+        # A lane of its own: the source's may be stuck for good.
+        async with Lane(f"{round.engine.name}-farewell") as lane:
+            await lane.run(ranks.say_stop, round.phase, cause, abort=ranks.abort, grace=0.1)
+
+    await run_to_end(say, seconds=round.budget.cleanup / 2)
 
 
 async def abort_members(round: Round, cause: BaseException) -> None:
@@ -54,7 +70,8 @@ async def abort_members(round: Round, cause: BaseException) -> None:
 
 def _flip(round: Round, cause: BaseException) -> None:
     engine = round.engine
-    if round.sent_finish and all(link.outcome == "committed" for link in round.links):
+    sent_all = round.sent_finish and all(link.outcome == "committed" for link in round.links)
+    if sent_all or round.agreed is not None:
         # Cancelled, or out of time, while the last answer was on its way: it is committed.
         engine.committed(round)
         engine.machine.fire(Trigger.COMPLETE, weights=Weights.INTACT, **round.facts())

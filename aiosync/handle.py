@@ -41,6 +41,27 @@ class RoundProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
+class Fate:
+    """A failed round that nobody awaited is logged, whether its end or the handle's came first."""
+
+    __slots__ = ("_round", "awaited", "dropped")
+
+    def __init__(self, round: Round) -> None:
+        self._round = round
+        self.awaited = self.dropped = False
+
+    def over(self) -> None:
+        if self.dropped:
+            self.settle()
+
+    def settle(self) -> None:
+        report = self._round.report
+        if not self.awaited and report is not None and report.outcome != "committed":
+            self.awaited = True  # once
+            logger.error("round %d failed and nobody awaited it: %s", self._round.number, report)
+
+
+@final
 class WeightUpdate:
     """A round under way: ``await update`` for its report.
 
@@ -49,10 +70,10 @@ class WeightUpdate:
     with engine.begin_update(...) as update:`` leaving the block cancels an unfinished round.
     """
 
-    def __init__(self, round: Round, task: Task[Report]) -> None:
+    def __init__(self, round: Round, task: Task[Report], fate: Fate) -> None:
         self._round = round
         self._task = task
-        self._awaited = False
+        self._fate = fate
 
     @property
     def version(self) -> Version:
@@ -99,7 +120,7 @@ class WeightUpdate:
             RoundCancelled: `cancel` was called, or the event loop shut the round down.
             AiosyncError: The round failed; or the source's own exception.
         """
-        self._awaited = True
+        self._fate.awaited = True
         await self._task.wait()
         try:
             return self._task.result()
@@ -116,7 +137,7 @@ class WeightUpdate:
 
     async def __aexit__(self, *exc: object) -> None:
         if not self.done:
-            self._awaited = True
+            self._fate.awaited = True
             self.cancel()
             await self._task.wait()
 
@@ -138,9 +159,8 @@ class WeightUpdate:
                 await self._task.wait()
 
     def __del__(self) -> None:
-        report = self._round.report
-        if not self._awaited and report is not None and report.outcome != "committed":
-            logger.error("round %d failed and nobody awaited it: %s", self.number, report)
+        self._fate.dropped = True
+        self._fate.settle()
 
     def __repr__(self) -> str:
         phase = self.report.outcome if self.report is not None else self._round.phase

@@ -1,4 +1,4 @@
-"""While bytes move: keep the members' leases alive, and notice when nothing moves any more."""
+"""During a round: keep the members' leases alive, and notice when nothing moves any more."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ from aiosync.concurrency import quietly
 from aiosync.errors import PhaseTimeout
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from aiosync.members import MemberLink
     from aiosync.round import Round
+
+
+async def kept_alive(round: Round, fn: Callable[[], Awaitable[None]]) -> None:
+    """Await ``fn()`` while heartbeats go out: a phase may take longer than a lease."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(send_heartbeats, round)
+        await fn()
+        group.cancel_scope.cancel()
 
 
 async def send_heartbeats(round: Round) -> None:

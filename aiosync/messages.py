@@ -16,7 +16,7 @@ from aiosync.codec import convert
 from aiosync.errors import KINDS, AiosyncError, ProtocolMismatch, Unauthorized, Validation
 
 # At run time: msgspec resolves the annotations of a Struct when it is first decoded.
-from aiosync.version import Version  # noqa: TC001
+from aiosync.version import Version
 
 PROTOCOL = 1
 

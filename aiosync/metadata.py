@@ -136,6 +136,17 @@ def layerwise_groups(names: Iterable[str]) -> list[list[str]]:
     return [group for group in (before, *layers, after) if group]
 
 
+def layer_runs(names: Sequence[str]) -> list[list[str]]:
+    """Names cut into runs of one layer each; unlike `layerwise_groups` the order is kept."""
+    layer = {name: n for n, group in enumerate(layerwise_groups(names)) for name in group}
+    runs: list[list[str]] = []
+    for at, name in enumerate(names):
+        if not at or layer[name] != layer[names[at - 1]]:
+            runs.append([])
+        runs[-1].append(name)
+    return runs
+
+
 def materialize_full_tensor(tensor: Any) -> Any:
     """``tensor.full_tensor()`` where there is one (a DTensor: a collective), else `tensor`."""
     full = getattr(tensor, "full_tensor", None)

@@ -13,9 +13,12 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from aiosync.lane_calls import enter
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from aiosync.lane_calls import LaneCalls
     from transports.lane import LaneLike
 
 _INSIDE: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
@@ -36,13 +39,19 @@ def wrap_steps(cls: type, cycles: Mapping[str, str]) -> None:
         setattr(cls, step, _wrapper(bare, cycle))
 
 
+def is_inside(owner: object) -> bool:
+    """Whether the caller runs in a step of `owner`."""
+    return id(owner) in _INSIDE.get()
+
+
 def _wrapper(bare: Callable[..., Any], cycle: str) -> Callable[..., Any]:
     @functools.wraps(bare)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self) in _INSIDE.get():
+        if is_inside(self):
             return bare(self, *args, **kwargs)
         return getattr(self.cycle, cycle)(functools.partial(bare, self), *args, **kwargs)
 
+    step.is_override = True  # type: ignore[attr-defined]
     return step
 
 
@@ -53,6 +62,7 @@ async def call_step(
     lane: Callable[[], LaneLike],
     abort: Callable[[], None] | None = None,
     grace: float,
+    calls: LaneCalls | None = None,
 ) -> Any:
     """Run the bare method of a step: on the loop if it is async, else on the lane.
 
@@ -61,6 +71,7 @@ async def call_step(
         lane: Made only when a blocking method needs it.
         abort: Unblocks the method, from another thread.
         grace: Seconds that an aborted method gets before its lane is given up.
+        calls: How a method on the lane uses an async client.
     """
     token = _INSIDE.set(_INSIDE.get() | {id(owner)})
     try:
@@ -68,6 +79,8 @@ async def call_step(
             return await bare(*args)
         # The lane has its own context; the copy carries the mark of the running step over.
         context = contextvars.copy_context()
+        if calls is not None:
+            enter(context, calls)
         result = await lane().run(context.run, bare, *args, abort=abort, grace=grace)
         return await result if inspect.isawaitable(result) else result
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
+from aiosync.commit import commit
 from aiosync.defaults import DEFAULTS
 from aiosync.members import fan_out
 from statemachines.tables import Trigger, Weights
@@ -25,6 +26,7 @@ class ClientProxy:
         self._engine = engine
 
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._engine.init_payload = init_info
         await self._all("init", "init_weight_transfer_engine", init_info)
 
     async def start_weight_update(self) -> None:
@@ -48,14 +50,21 @@ class ClientProxy:
         label = weight_version
         if label is None and this is not None:
             label = this.label
-        await self._all("finish", "finish_weight_update", label)
-        if this is not None:
+        if this is None:
+            await self._all("finish", "finish_weight_update", label)
+        else:
+            this.phase, this.sent_finish = "finish", True
+            await commit(this, label)
             engine.committed(this)
         engine.machine.fire(Trigger.COMPLETE, weights=Weights.INTACT, **self._facts())
 
     async def _all(self, phase: str, method: str, *args: Any) -> None:
+        this = self._engine.admission.current
+        if this is not None:
+            this.phase = phase
+
         async def call(link: MemberLink) -> None:
-            await link.call(method, *args)
+            await link.call(method, *args, header=None if this is None else this.header(link))
 
         await fan_out(self._engine.links, call, phase=phase, linger=DEFAULTS.cleanup_s)
 

@@ -21,12 +21,13 @@ import msgspec
 from aiosync.concurrency import first_line
 from aiosync.errors import RoundCancelled, Validation
 from aiosync.messages import ErrorInfo, error_info, to_error
-from aiosync.report import Report  # noqa: TC001  msgspec resolves it at run time
+from aiosync.report import Report
 from transports.star import Star, StarHub, join_star
 from transports.waker import Waker
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
 
 _ADDRESS_BYTES = 256
 
@@ -54,6 +55,8 @@ class TrainerRanks:
     def __init__(self, star: Star) -> None:
         self._star = star
         self._reason: BaseException | None = None
+        self.parted = False
+        """Whether the ranks left this round together, or cannot meet any more."""
         self._lock = threading.Lock()
         self.deadline = math.inf
         """Of `time.monotonic`; a meeting does not wait longer. Set by the round."""
@@ -73,6 +76,7 @@ class TrainerRanks:
     def begin(self, deadline: float) -> None:
         """A new round: nobody has asked to stop yet."""
         self.deadline = deadline
+        self.parted = False
         with self._lock:
             self._reason = None
 
@@ -103,8 +107,11 @@ class TrainerRanks:
         self._settle(self._exchange(at, reason, facts or {}, None), reason)
 
     def say_stop(self, at: str, reason: BaseException) -> None:
-        """Tell the others why this rank leaves; they learn it at the meeting they are in."""
-        if self.size > 1:
+        """Tell the others why this rank leaves; they learn it at the meeting they are in.
+
+        A no-op where they left together, or where there are none.
+        """
+        if self.size > 1 and not self.parted:
             self._exchange(at, reason, {}, None)
 
     def conclude(self, report: Report | None) -> Report | None:
@@ -126,12 +133,16 @@ class TrainerRanks:
         report: Report | None,
     ) -> list[_Word]:
         info = None if reason is None else _info(reason)
-        word = _Word(at=at, stop=info, facts=facts, report=report)
-        parts = self._star.exchange(msgspec.json.encode(word), deadline=self.deadline)
+        word = msgspec.json.encode(_Word(at=at, stop=info, facts=facts, report=report))
         try:
-            return [_WORD.decode(part) for part in parts]
-        except msgspec.DecodeError as error:
-            raise Validation(f"a rank speaks another protocol: {error}") from error
+            parts = self._star.exchange(word, deadline=self.deadline)
+            words = [_WORD.decode(part) for part in parts]
+        except BaseException:
+            self.parted = True  # whatever it was, the ranks are out of step now
+            raise
+        if any(other.stop is not None or other.at != words[0].at for other in words):
+            self.parted = True
+        return words
 
     def _settle(self, words: list[_Word], reason: BaseException | None) -> None:
         for rank, word in enumerate(words):

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 from typing import TYPE_CHECKING, Any
 
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError
 from aiosync.members import MemberLink, fan_out, opened
 from aiosync.messages import PROTOCOL, RoundHeader
+from aiosync.watchable import BUSY
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from aiosync.trainer import TrainerWeightTransferEngine
+
+
+def owner_name() -> str:
+    """A name for this trainer that no other one has."""
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
 
 async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:
@@ -22,17 +33,43 @@ async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:
     engine.check_peers()
     payload = engine.get_worker_init_payload() if engine.is_sender else {}
 
+    def info_of(link: MemberLink) -> dict[str, Any]:
+        return {**payload, **engine.member_payload(link)}
+
+    await initialise(engine.links, info_of, owner=engine.owner, lease_s=engine.lease_s)
+
+
+async def initialise(
+    links: Sequence[MemberLink],
+    info_of: Callable[[MemberLink], dict[str, Any]],
+    *,
+    owner: str,
+    lease_s: float,
+) -> None:
+    """Hand every member its init info, as `owner` where it knows owners."""
+
     async def init(link: MemberLink) -> None:
         header = None
         if link.speaks_ours:
-            header = RoundHeader(protocol=PROTOCOL, owner=engine.owner, lease_s=engine.lease_s)
-        info = {**payload, **engine.member_payload(link)}
-        await link.call("init_weight_transfer_engine", info, header=header)
+            header = RoundHeader(protocol=PROTOCOL, owner=owner, lease_s=lease_s)
+        await _end_open_round(owner, link)
+        await link.call("init_weight_transfer_engine", info_of(link), header=header)
         if link.speaks_ours and link.peer is not None:
             link.epoch = link.peer.epoch
             link.known_incarnation = link.peer.incarnation
 
-    await fan_out(engine.links, init, phase="init", linger=DEFAULTS.cleanup_s)
+    await fan_out(links, init, phase="init", linger=DEFAULTS.cleanup_s)
+
+
+async def _end_open_round(owner: str, link: MemberLink) -> None:
+    """A round of ours whose finish never arrived is still open there, and would refuse an init."""
+    peer = link.peer
+    if peer is None or peer.owner != owner or peer.state not in BUSY:
+        return
+    if link.supports("abort"):
+        number = peer.detail.get("round", 0)
+        header = RoundHeader(protocol=PROTOCOL, owner=owner, epoch=peer.epoch, round=number)
+        await link.call("abort_weight_update", "the trainer initialises again", header=header)
 
 
 async def say_goodbye(engine: TrainerWeightTransferEngine[Any]) -> None:

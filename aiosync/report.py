@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 # At run time too: msgspec resolves the annotations of a Struct when it is first decoded.
-from aiosync.version import Version  # noqa: TC001
+from aiosync.version import Version
 
 MemberResult = Literal["committed", "failed", "unknown"]
 _COUNTED: tuple[MemberResult, ...] = ("committed", "failed", "unknown")

@@ -9,6 +9,7 @@ can carry another round) or to ``failed``. Sending finish is the point of no ret
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from contextlib import contextmanager
@@ -21,14 +22,17 @@ from aiosync.concurrency import Milestone, collapse, run_legs
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Fenced, InvalidTransition, PhaseTimeout, RoundCancelled
 from aiosync.giving_up import abort_members, give_up
-from aiosync.liveness import send_heartbeats, watch_stall
+from aiosync.liveness import kept_alive, watch_stall
 from aiosync.members import MemberLink, fan_out, opened
 from aiosync.messages import PROTOCOL, RoundHeader
+from aiosync.metadata import metadata_digest
 from aiosync.reporting import make_report
+from aiosync.source_pass import SourcePass
+from aiosync.streaming import pass_along
 from statemachines.tables import Trigger, Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     from aiosync.budget import Budget
     from aiosync.feed import SourceFeed
@@ -68,8 +72,16 @@ class Round:
         self.summary: StreamSummary | None = None
         self.links: list[MemberLink] = engine.links
         self.sent_finish = False
+        self.agreed: Report | None = None
+        """Rank 0's report, where there are several ranks."""
         self._scope = anyio.CancelScope()
+        self._began = time.monotonic()
         self._deadline = math.inf
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the round began."""
+        return time.monotonic() - self._began
 
     def cancel(self) -> None:
         """End the round from outside its task; it then raises `RoundCancelled`."""
@@ -77,32 +89,36 @@ class Round:
 
     # -- the path of a round ---------------------------------------------------------------------
 
-    async def run(self) -> Report:
+    async def run(self, body: Callable[[], Awaitable[None]] | None = None) -> Report:
         """Carry the round out.
+
+        Args:
+            body: What an engine that overrides `send_weights` does instead of the phases here.
 
         Raises:
             One plain exception with the report attached (``error.report``), or the cancellation.
         """
-        began = time.monotonic()
+        self._began = time.monotonic()
         total = self.budget.total if self.budget.total is not None else DEFAULTS.total_s
-        self._deadline = began + total
+        self._deadline = self._began + total
+        self.engine.ranks.begin(self._deadline)
         try:
             async with opened(self.links):
-                await self._guarded(total)
+                await self._guarded(total, body or self._phases)
         except BaseException as error:
-            self.report = make_report(self, error, took=time.monotonic() - began)
+            self.report = make_report(self, error, took=self.elapsed)
             raise
         else:
-            self.report = make_report(self, None, took=time.monotonic() - began)
+            self.report = self.agreed or make_report(self, None, took=self.elapsed)
             return self.report
         finally:
             self.released.set()
             self.over.set()
 
-    async def _guarded(self, total: float) -> None:
+    async def _guarded(self, total: float, body: Callable[[], Awaitable[None]]) -> None:
         try:
             with self._scope, anyio.move_on_after(total) as scope:
-                await self._phases()
+                await body()
             if self._scope.cancelled_caught:
                 raise RoundCancelled("the round was cancelled", phase=self.phase, round=self.number)
             if scope.cancelled_caught:
@@ -124,23 +140,27 @@ class Round:
             await engine.ensure_initialized(self)
             await self._validate()
             await engine.machine.pass_gates(Trigger.START, version=self.label)
-        if not engine.is_sender:
-            if self.feed is not None:
-                await engine.source_side.drain(self.feed, grace=self.budget.cleanup / 2)
-            return
+            await self._meet("admit", self._must_agree())
         engine.next_round(self)
         engine.machine.fire(Trigger.START, round=self.number, version=self.label)
+        if engine.is_sender:
+            await kept_alive(self, self._carry_out)
+        else:
+            await self._take_part()
+        await self._conclude()
+        engine.committed(self)
+        engine.machine.fire(Trigger.COMPLETE, weights=Weights.INTACT, **self.facts())
+
+    async def _carry_out(self) -> None:
         with self._timed("start", self.budget.admit or DEFAULTS.admit_s):
             await self._start()
         with self._timed("update", None):
             await self._transfer()
-        engine.machine.fire(Trigger.FINALIZE, **self.facts())
+        self.engine.machine.fire(Trigger.FINALIZE, **self.facts())
         with self._timed("prepare", self.budget.finish or DEFAULTS.finish_s):
             await self._prepare()
         with self._timed("finish", self.budget.finish or DEFAULTS.finish_s):
             await self._finish()
-        engine.committed(self)
-        engine.machine.fire(Trigger.COMPLETE, weights=Weights.INTACT, **self.facts())
 
     async def _validate(self) -> None:
         engine, grace = self.engine, self.budget.cleanup / 2
@@ -152,6 +172,54 @@ class Round:
         assert self.feed is not None  # `_validate` came first
         assert self.plan is not None
         return self.feed, self.plan
+
+    # -- with the other trainer ranks ------------------------------------------------------------
+
+    @property
+    def source_grace(self) -> float:
+        """What an aborted call on the source lane gets: with peers, one layer group's gather."""
+        alone = self.engine.ranks.size == 1
+        return self.budget.cleanup / 2 if alone else self.budget.stall
+
+    def _must_agree(self) -> dict[str, str]:
+        feed, _ = self.validated()
+        return {
+            "metadata": metadata_digest(feed.metadata),
+            "layer groups": hashlib.sha256(repr(feed.group_cut()).encode()).hexdigest()[:32],
+            "version": f"{self.label} (order {self.version.order})",
+        }
+
+    async def _meet(self, at: str, facts: dict[str, str]) -> None:
+        ranks = self.engine.ranks
+        if ranks.size > 1:
+            await self.engine.source_lane.run(
+                ranks.meet, at, facts, abort=ranks.abort, grace=self.source_grace
+            )
+
+    async def _take_part(self) -> None:
+        feed, _ = self.validated()
+        engine = self.engine
+        the_pass = SourcePass(feed, engine.ranks, None)
+        with self._timed("update", None):
+            await pass_along(the_pass, grace=self.source_grace, lane=engine.source_lane)
+        self.released.set()
+        engine.machine.fire(Trigger.FINALIZE, **self.facts())
+
+    async def _conclude(self) -> None:
+        """All ranks leave with rank 0's report."""
+        ranks = self.engine.ranks
+        if ranks.size == 1:
+            return
+        mine = make_report(self, None, took=self.elapsed) if self.engine.is_sender else None
+
+        def conclude() -> None:
+            self.agreed = ranks.conclude(mine)  # here: a cancellation must not lose it
+
+        await self.engine.source_lane.run(
+            conclude, abort=ranks.abort, grace=self.budget.cleanup / 2
+        )
+
+    # -- with the workers ------------------------------------------------------------------------
 
     async def _start(self) -> None:
         try:
@@ -176,7 +244,6 @@ class Round:
 
         async def control() -> None:
             async with anyio.create_task_group() as group:
-                group.start_soon(send_heartbeats, self)
                 group.start_soon(watch_stall, self)
                 await self._all("update_weights", payload)
                 group.cancel_scope.cancel()
@@ -223,9 +290,10 @@ class Round:
             deadline_s=max(self._deadline - time.monotonic(), 0.001),
             version=self.version,
             base_version=link.version,
-            # A member that holds this very version already (an earlier round that ended mixed)
-            # takes it again; any other repeat is the caller's explicit choice.
-            rollback=self.rollback or link.version == self.version,
+            # A member that holds this very version although it was never committed by all (an
+            # earlier round ended mixed) takes it again; any other repeat needs the caller's word.
+            rollback=self.rollback
+            or (link.version == self.version and self.engine.version != self.version),
             digest=self.plan.digest if self.plan is not None else None,
         )
 

@@ -70,14 +70,6 @@ class SourceSide:
             self._plan = (feed, await self.lane.run(make, feed, grace=grace))
         return self._plan[1]
 
-    async def drain(self, feed: SourceFeed, *, grace: float) -> None:
-        """Iterate and drop everything: a rank that does not send stays in the collectives."""
-        if feed.is_async:
-            async for _ in feed.aiter_batches():
-                pass
-        else:
-            await self.lane.run(lambda: sum(1 for _ in feed.iter_batches()), grace=grace)
-
     def close(self) -> None:
         """Let the thread end once it is idle."""
         if self._lane is not None:

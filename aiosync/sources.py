@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from aiosync.metadata import layerwise_groups
+from aiosync.metadata import layer_runs
 from aiosync.module_layout import (
     compact,
     full_piece,
@@ -89,14 +89,7 @@ class WeightSource(ABC):
 
     def groups(self) -> list[list[str]]:
         """All names, cut where a pass may stop: layer by layer, metadata order kept."""
-        names = [meta.name for meta in self.metadata]
-        layer = {name: n for n, group in enumerate(layerwise_groups(names)) for name in group}
-        runs: list[list[str]] = []
-        for at, name in enumerate(names):
-            if not at or layer[name] != layer[names[at - 1]]:
-                runs.append([])
-            runs[-1].append(name)
-        return runs
+        return layer_runs([meta.name for meta in self.metadata])
 
     def iter_groups(self) -> Batches:
         """Yield lists of ``(name, full tensor)`` pairs, one list per resume.

@@ -1,26 +1,25 @@
 """Driving the data plane's blocking halves from the protocol: one lane call per round.
 
-The source and the copy share the source lane. A batch is copied out before the source is resumed,
+The source and the copy share the source lane: a batch is copied out before the source is resumed,
 so a source may reuse its buffers between yields.
 """
 
 from __future__ import annotations
 
-from contextlib import aclosing, closing
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiosync.feed import SourceFeed
     from aiosync.sinks import Sink
+    from aiosync.source_pass import SourcePass
     from transports.lane import LaneLike
     from transports.planning import Plan
     from transports.stream import Receiver, Sender, StreamSummary
 
 
 async def stream_out(
-    feed: SourceFeed,
+    the_pass: SourcePass,
     sender: Sender,
     *,
     plan: Plan,
@@ -30,33 +29,36 @@ async def stream_out(
     grace: float,
     lane: LaneLike,
 ) -> StreamSummary:
-    """Send everything `feed` yields; returns once every reader has acknowledged every chunk.
+    """Send everything the pass yields; returns once every reader has acknowledged every chunk.
 
-    The source is not touched before the readers are there. Cancellation aborts the sender and
-    gives the lane `grace` seconds to come back.
+    The source is not touched before the readers are there. Cancellation aborts the pass and gives
+    the lane `grace` seconds to come back.
     """
 
-    def drive() -> StreamSummary:
+    def begin() -> None:
         sender.open(plan, readers, round=round, stall=stall)
-        with closing(feed.iter_batches()) as batches:
-            for batch in batches:
-                sender.write(batch)
+
+    def drive() -> StreamSummary:
+        begin()
+        the_pass.run()
         return sender.finish()
 
     try:
-        if not feed.is_async:
-            return await lane.run(drive, abort=sender.abort, grace=grace)
-
-        def begin() -> None:
-            sender.open(plan, readers, round=round, stall=stall)
-
-        await lane.run(begin, abort=sender.abort, grace=grace)
-        async with aclosing(feed.aiter_batches()) as batches:
-            async for batch in batches:
-                await lane.run(sender.write, batch, abort=sender.abort, grace=grace)
-        return await lane.run(sender.finish, abort=sender.abort, grace=grace)
+        if not the_pass.is_async:
+            return await lane.run(drive, abort=the_pass.abort, grace=grace)
+        await lane.run(begin, abort=the_pass.abort, grace=grace)
+        await the_pass.run_async(lane, grace=grace)
+        return await lane.run(sender.finish, abort=the_pass.abort, grace=grace)
     finally:
         sender.close()
+
+
+async def pass_along(the_pass: SourcePass, *, grace: float, lane: LaneLike) -> None:
+    """The pass of a rank that does not send: it stays in the source's collectives."""
+    if the_pass.is_async:
+        await the_pass.run_async(lane, grace=grace)
+    else:
+        await lane.run(the_pass.run, abort=the_pass.abort, grace=grace)
 
 
 async def stream_in(

@@ -7,10 +7,9 @@ rounds an engine owns no task, timer or lease: the next round may run under anot
 
 from __future__ import annotations
 
+import functools
 import math
-import os
 import secrets
-import socket
 from abc import ABC
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
@@ -21,11 +20,13 @@ from aiosync.budget import Budget
 from aiosync.concurrency import Supervisor, run_to_end
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Busy, InvalidTransition, PhaseTimeout, Validation
-from aiosync.handle import WeightUpdate
+from aiosync.handle import Fate, WeightUpdate
+from aiosync.lane_calls import as_seen_here
 from aiosync.members import links_of, opened
-from aiosync.overrides import wrap_steps
+from aiosync.overrides import is_inside, wrap_steps
 from aiosync.proxy import ClientProxy
-from aiosync.rendezvous import meet, say_goodbye
+from aiosync.ranks import TrainerRanks, gather_ranks
+from aiosync.rendezvous import meet, owner_name, say_goodbye
 from aiosync.source_side import SourceSide
 from aiosync.sources import as_source
 from aiosync.trainer_cycle import TrainerCycle, watched_init
@@ -35,6 +36,8 @@ from statemachines.tables import ENGINE, State, Trigger
 from transports.lane import Lane
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from aiosync.admission import Next
     from aiosync.feed import SourceFeed
     from aiosync.members import MemberLink
@@ -102,14 +105,15 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         self.rank = rank
         self.name = name or f"{self.backend_name}-trainer-{rank}"
         self.lineage = lineage or secrets.token_hex(8)
-        self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+        self.owner = owner_name()
         self.lease_s = lease_s or DEFAULTS.lease_s
         self.recovers = recover == "auto"
         self.version: Version | None = None
         self.last_report: Report | None = None
+        self.init_payload: dict[str, Any] | None = None
         self.machine = StateMachine(ENGINE, name=self.name, role="trainer", hub=hub)
         self.links: list[MemberLink] = links_of(client) if is_sender else []
-        self.client = ClientProxy(self)
+        self._proxy = ClientProxy(self)
         self.admission = Admission(self)
         self.cycle = TrainerCycle(self)
         self.source_side = SourceSide(
@@ -117,6 +121,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         )
         self._supervisor = Supervisor()
         self._rounds = 0
+        self.ranks = TrainerRanks.alone()
         self._wake: list[anyio.Event] = []
 
     # -- what a backend implements ---------------------------------------------------------------
@@ -136,10 +141,9 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         Raises:
             What `initialize` raises; nothing is left open then.
         """
-        if group is not None:
-            raise Validation("group: this backend has no multi-rank trainers")
         engine = cls.from_init_info(init_info, client=client, source=source, hub=hub)
         try:
+            await engine.gather_ranks(group)
             await engine.initialize()
         except BaseException:
             await run_to_end(engine.aclose, seconds=DEFAULTS.cleanup_s)
@@ -154,7 +158,9 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         raise NotImplementedError(f"{cls.__name__} must override trainer_init or from_init_info")
 
     def get_worker_init_payload(self) -> dict[str, Any]:
-        """The init info that workers get."""
+        """The init info that workers get; an overridden `trainer_init` is remembered."""
+        if self.init_payload is not None:
+            return self.init_payload
         raise NotImplementedError(f"{type(self).__name__} must say what its workers need")
 
     def member_payload(self, link: MemberLink) -> dict[str, Any]:
@@ -188,6 +194,16 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         return -math.inf
 
     # -- what callers use ------------------------------------------------------------------------
+
+    async def gather_ranks(self, group: Any = None) -> None:
+        """Meet the other trainer ranks; called on every rank, before `initialize`.
+
+        Args:
+            group: A process group with a CPU backend; None: all ranks of torch.distributed, if it
+                is initialised, else this rank is alone.
+        """
+        gathering = functools.partial(gather_ranks, group, seconds=DEFAULTS.admit_s)
+        self.ranks = await self.source_lane.run(gathering, grace=DEFAULTS.cleanup_s / 2)
 
     async def initialize(self, *, timeout: float | None = None) -> None:
         """Rendezvous with every worker: idle to initialized; a failed engine is reset first.
@@ -245,8 +261,9 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
             AiosyncError: One of its kinds, or the source's own exception; with ``.report``.
         """
         limits = Budget.of(budget, timeout)
-        await self.admission.wait_turn(on_busy)
-        return await self._run(self.admission.take(version, limits, rollback=rollback))
+        if not is_inside(self):  # else an override calls this one: its slot is handed over
+            await self.admission.wait_turn(on_busy)
+        return await self.run_round(self.admission.take(version, limits, rollback=rollback))
 
     def begin_update(
         self,
@@ -264,9 +281,15 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         limits = Budget.of(budget, timeout)
         self.admission.check()
         this = self.admission.take(version, limits, rollback=rollback)
-        return WeightUpdate(
-            this, self._supervisor.start(self._run(this), name=f"{self.name}-round")
-        )
+        fate = Fate(this)
+
+        def over() -> None:
+            self._ended(this)
+            fate.over()
+
+        running = self.run_round(this, self.cycle.own_body(this))
+        task = self._supervisor.start(running, name=f"{self.name}-round", after=over)
+        return WeightUpdate(this, task, fate)
 
     async def wait_version(self, order: int) -> Version:
         """Wait until a version of at least `order` is committed; it cannot be missed."""
@@ -304,6 +327,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
 
     async def aclose(self) -> None:
         """End the engine; a round under way is cancelled first. Idempotent."""
+        self.admission.check_process()
         if self.state is State.CLOSED:
             return
         current = self.admission.current
@@ -317,6 +341,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
             await run_to_end(lambda: say_goodbye(self), seconds=DEFAULTS.cleanup_s)
         self.dispose()
         self.source_side.close()
+        self.ranks.close()
         if self.machine.may(Trigger.CLOSE):
             self.machine.fire(Trigger.CLOSE)
         self._wake_all()
@@ -336,7 +361,26 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         """The thread that iterates the source; share it: ``await engine.source_lane.run(step)``."""
         return self.source_side.lane
 
+    @property
+    def client(self) -> ClientProxy:
+        """All members as one client, for engines that drive a round by themselves.
+
+        Awaitable in an ``async def``; in a plain ``def``, which runs on a lane, its methods block.
+        """
+        client: ClientProxy = as_seen_here(self._proxy)
+        return client
+
     # -- used by the round -----------------------------------------------------------------------
+
+    async def run_round(
+        self, round: Round, body: Callable[[], Awaitable[None]] | None = None
+    ) -> Report:
+        """Carry out the round that has the slot, and give the slot back."""
+        try:
+            report: Report = await round.run(body)
+            return report
+        finally:
+            self._ended(round)
 
     async def ensure_initialized(self, round: Round) -> None:
         """Mend a failed or released engine, once, within the round's budget."""
@@ -367,13 +411,12 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
 
     # -- inside ----------------------------------------------------------------------------------
 
-    async def _run(self, round: Round) -> Report:
-        try:
-            report: Report = await round.run()
-            return report
-        finally:
+    def _ended(self, round: Round) -> None:
+        """The round is over; also if its task was cancelled before it began."""
+        if self.admission.free(round):
             self.last_report = round.report
-            self.admission.free()
+        round.released.set()
+        round.over.set()
 
     def _wake_all(self) -> None:
         waiting, self._wake = self._wake, []

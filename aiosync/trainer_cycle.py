@@ -12,15 +12,22 @@ from typing import TYPE_CHECKING, Any, final
 
 from aiosync.admission import NEXT
 from aiosync.budget import Budget
+from aiosync.client_protocol import adapt_client
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import InvalidTransition
-from aiosync.overrides import call_step
+from aiosync.errors import InvalidTransition, Validation
+from aiosync.lane_calls import LaneCalls
+from aiosync.liveness import kept_alive
+from aiosync.members import MemberLink, fan_out, links_of, opened
+from aiosync.overrides import bare_of, call_step
+from aiosync.rendezvous import initialise, owner_name
 from aiosync.watchable import BUSY
-from statemachines.tables import State, Trigger, Weights
+from statemachines.tables import State, Trigger
+from transports.lane import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
+    from aiosync.round import Round
     from aiosync.trainer import TrainerWeightTransferEngine
 
 
@@ -32,32 +39,59 @@ class TrainerCycle:
         self.engine = engine
 
     async def send(
-        self, bare: Callable[..., Any], *args: Any, version: Any = NEXT, **options: Any
+        self, bare: Callable[..., Any], *args: Any, on_busy: str = "raise", **options: Any
     ) -> Any:
-        """Run the bare method; whatever it leaves half done fails the engine."""
+        """Run the bare method as a round; whatever it leaves half done fails the engine.
+
+        What `send_weights` of the base takes is understood whether the override takes it or not.
+        """
         engine = self.engine
-        engine.admission.check()
-        this = engine.admission.take(version, Budget(), rollback=False)
-        if "version" in inspect.signature(bare).parameters:
-            options["version"] = version
-        try:
+        limits = Budget.of(options.get("budget"), options.get("timeout"))
+        await engine.admission.wait_turn(on_busy)
+        this = engine.admission.take(
+            options.get("version", NEXT), limits, rollback=options.get("rollback", False)
+        )
+        results: list[Any] = []
+        await engine.run_round(this, self._body(this, bare, args, options, results))
+        return engine.last_report if results[0] is None else results[0]
+
+    def own_body(self, this: Round) -> Callable[[], Awaitable[None]] | None:
+        """What a round in the background does: None for the phases of `Round`."""
+        bare = bare_of(type(self.engine), "send_weights")
+        if not getattr(type(self.engine).send_weights, "is_override", False):
+            return None
+        options = {"version": this.version, "budget": this.budget, "rollback": this.rollback}
+        return self._body(this, functools.partial(bare, self.engine), (), options, [])
+
+    def _body(
+        self,
+        this: Round,
+        bare: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        results: list[Any],
+    ) -> Callable[[], Awaitable[None]]:
+        engine = self.engine
+        method = functools.partial(bare, *args, **_accepted(bare, options))
+
+        async def body() -> None:
             await engine.ensure_initialized(this)
-            method = functools.partial(bare, *args, **options)
-            grace = DEFAULTS.cleanup_s / 2
-            result = await call_step(engine, method, lane=lambda: engine.source_lane, grace=grace)
+            await kept_alive(this, step)
             self._check_finished()
-        except BaseException as error:
-            if engine.state in BUSY:
-                engine.machine.fire(
-                    Trigger.FAIL, round=this.number, error=error, weights=Weights.UNKNOWN
-                )
-            raise
-        else:
-            return result
-        finally:
-            this.released.set()
-            this.over.set()
-            engine.admission.free()
+
+        async def step() -> None:
+            calls = LaneCalls()
+            result = await call_step(
+                engine,
+                method,
+                lane=lambda: engine.source_lane,
+                abort=calls.abort,
+                grace=this.budget.cleanup / 2,
+                calls=calls,
+            )
+            results.append(result)
+
+        return body
 
     def _check_finished(self) -> None:
         if self.engine.state in BUSY:
@@ -66,19 +100,76 @@ class TrainerCycle:
             )
 
 
+def _accepted(bare: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options that an override takes; those of the base's are otherwise ours alone."""
+    known = inspect.signature(bare).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return options
+    ours = ("version", "timeout", "budget", "rollback")
+    return {name: value for name, value in options.items() if name in known or name not in ours}
+
+
+@final
+class _FirstMeeting:
+    """The client as an overridden `trainer_init` sees it.
+
+    Its init makes this trainer the owner of every member that knows owners, and is remembered for
+    the next initialisation.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self.inner = client
+        self.links = links_of(client)
+        self.owner = owner_name()
+        self.payload: dict[str, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.payload = init_info
+        async with opened(self.links):
+            await fan_out(self.links, MemberLink.probe, phase="init", linger=DEFAULTS.cleanup_s)
+            await initialise(
+                self.links, lambda _: init_info, owner=self.owner, lease_s=DEFAULTS.lease_s
+            )
+
+    def adopt(self, engine: TrainerWeightTransferEngine[Any]) -> None:
+        """Give the engine what was learnt."""
+        engine.owner = self.owner
+        if engine.is_sender:
+            engine.links = self.links
+        if engine.init_payload is None:
+            engine.init_payload = self.payload
+
+
 def watched_init(method: Any) -> Any:
-    """A `trainer_init` written by a user, returning an engine whose state says so."""
+    """A `trainer_init` written by a user, returning an engine whose state says so.
+
+    Async, it gets an async client whatever the caller gave; a plain one runs on a lane and gets a
+    client that blocks.
+    """
     bare = method.__func__ if isinstance(method, classmethod) else method
     known = inspect.signature(bare).parameters
+    is_async = inspect.iscoroutinefunction(bare)
 
     @functools.wraps(bare)
     async def trainer_init(
         cls: type, init_info: Any, *, client: Any, source: Any = None, **options: Any
     ) -> Any:
-        options = {name: value for name, value in options.items() if name in known}
-        result = bare(cls, init_info, client=client, source=source, **options)
-        engine = await result if inspect.isawaitable(result) else result
-        if getattr(engine, "state", None) is State.IDLE:
+        options = {name: value for name, value in options.items() if value is not None}
+        if unknown := [name for name in options if name not in known]:
+            raise Validation(f"{cls.__name__}.trainer_init takes no {', '.join(unknown)}")
+        meeting = _FirstMeeting(adapt_client(client))
+        seen = meeting if is_async else LaneCalls().bind(meeting)
+        call = functools.partial(bare, cls, init_info, client=seen, source=source, **options)
+        if is_async:
+            engine = await call()
+        else:
+            async with Lane(f"{cls.__name__}-init") as lane:
+                engine = await lane.run(call)
+        meeting.adopt(engine)
+        if engine.state is State.IDLE:
             engine.machine.fire(Trigger.INITIALIZE)
         return engine
 

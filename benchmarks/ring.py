@@ -84,7 +84,7 @@ class Ring:
 
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 over its bytes."""
-    return zlib.crc32(memoryview(tensor.numpy()))
+    return zlib.crc32(tensor.numpy().data)
 
 
 def copy_from(where: str, target: torch.Tensor) -> float:

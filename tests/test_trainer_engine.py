@@ -508,7 +508,9 @@ async def test_each_limit_is_its_own_error_with_phase(method, budget, phase):
         with pytest.raises(PhaseTimeout) as caught:
             await pair.trainer.send_weights(version=1, budget=budget)
         assert time.monotonic() - began < 4
-        assert caught.value.phase == phase
+        # The data plane has names of its own for the parts of an update.
+        assert caught.value.phase in ((phase, "open") if phase == "update" else (phase,))
+        assert caught.value.report.members[0].phase == phase
         assert isinstance(caught.value, TimeoutError)
         assert pair.trainer.state in STATES_AFTER
         hold.active = False
@@ -890,8 +892,9 @@ async def check_failed_round(script, expected, match, budget=BUDGET, **options):
     async with looped(script=script, **options) as pair:
         old = [models.fingerprint(copy) for copy in pair.copies]
         began = time.monotonic()
-        with pytest.raises(expected, match=match) as caught:
+        with pytest.raises(expected) as caught:
             await pair.trainer.send_weights(version=1, budget=budget)
+        assert match in str(caught.value)
         assert time.monotonic() - began < budget.total + budget.cleanup
         assert caught.value.report.outcome == "failed"
         assert pair.trainer.state in STATES_AFTER

@@ -11,7 +11,7 @@ import torch
 from paced import Hold, Paced
 
 import aiosync
-from aiosync import State, WrongLoop, WrongProcess
+from aiosync import RoundCancelled, State, WrongLoop, WrongProcess
 from aiosync.testing import DirectClient
 from transports.loopback import LoopbackLink
 
@@ -75,11 +75,15 @@ def test_loop_that_ends_during_a_round_leaves_a_usable_engine(engines):
     check(trainer, worker, model, copy)
 
 
-def test_loop_that_ends_before_the_round_took_its_first_step(engines):
+def test_round_that_was_cancelled_before_its_first_step(engines):
     trainer, worker, model, copy = engines
 
     async def abandon():
-        trainer.begin_update(version=1)
+        update = trainer.begin_update(version=1)
+        update._task.cancel()  # as a loop that shuts down does
+        with pytest.raises(RoundCancelled):
+            await update
+        assert update.released.is_set()
 
     asyncio.run(abandon())
     assert asyncio.run(trainer.send_weights(version=1)).outcome == "committed"

@@ -33,7 +33,6 @@ from aiosync import (
     RoundCancelled,
     RoundHeader,
     State,
-    Trigger,
     Validation,
     Weights,
     WeightTransferInitRequest,

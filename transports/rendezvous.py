@@ -13,26 +13,30 @@ socket first, waits are short questions, and `abort` shuts the store's connectio
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import select
 import socket
 import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch lists no names
 
-from statemachines.errors import Validation
+from statemachines.errors import AiosyncError, Validation
 from transports.addresses import bare_host, numeric, resolve
 from transports.errors import PeerLost, PhaseTimeout, TransportAborted
-from transports.open_sockets import SETUP, Endpoints, connected
+from transports.open_sockets import SETUP, connected, shut
 from transports.waker import Waker, milliseconds_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
+_ANNOUNCE_SECONDS = 5.0  # one message to the store, which answers nothing
+_REPLY_SECONDS = 1.0  # after the deadline, to ask who is missing
 _SERVER_TIMEOUT = timedelta(seconds=60)  # of the server's own first connection, to itself
 
 
@@ -133,8 +137,9 @@ class Meeting:
         self._where = f"the store at {self._host} port {port}"
         self._waker = Waker()
         self._store: TCPStore | None = None
-        self._remote: Endpoints | None = None
         self._sockets: list[socket.socket] = []
+        self._find: Callable[[], dict[int, socket.socket]] | None = None
+        self.aborted = False
         self._lock = threading.Lock()
 
     @property
@@ -148,9 +153,216 @@ class Meeting:
         """Reach the store by `deadline` (`time.monotonic`).
 
         Raises:
-            PeerLost: Nobody listens there, or no route; names address and port.
+            PeerLost: Nobody listens there; names address and port.
+            Validation: There is no such host.
             PhaseTimeout, TransportAborted: No answer in time, or `abort` was called.
         """
-        with socket.socket(*self._reach(deadline)) as _:
-            pass  # pragma: no cover - replaced below
-        raise NotImplementedError
+        with self.limited(f"reach {self._where}", deadline=deadline):
+            with self._reach(deadline) as way:
+                self.local = numeric(way.getsockname())[0]
+                remote = numeric(way.getpeername())
+            if not SETUP.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise PhaseTimeout("another set-up of this process is stuck", phase="init")
+            try:
+                known = connected(lambda _, there: there == remote)
+                for sock in known.values():
+                    sock.close()
+                self._find = lambda: connected(lambda _, there: there == remote, skip=known)
+                self._store = TCPStore(
+                    *remote, is_master=False, wait_for_workers=False, timeout=_left(deadline)
+                )
+                self._sockets = list(self._find().values())
+            finally:
+                self._find = None
+                SETUP.release()
+
+    def announce(self, stage: str, value: bytes) -> None:
+        """Tell the others `value`; a stage is announced once by each rank."""
+        with self.limited(f"announce {stage}", deadline=time.monotonic() + _ANNOUNCE_SECONDS):
+            self.store.set(self._key(stage, self.rank), value)  # type: ignore[arg-type] # bytes too
+
+    def gather(
+        self,
+        stage: str,
+        *,
+        deadline: float,
+        ranks: Sequence[int] | None = None,
+        watch: Callable[[], object] = lambda: None,
+    ) -> list[bytes]:
+        """What each of `ranks` (all of them by default) announced, in their order.
+
+        Args:
+            stage: Of `announce`.
+            deadline: Of `time.monotonic`.
+            watch: Called again and again meanwhile; ends the wait by raising.
+
+        Raises:
+            PhaseTimeout: Names the ranks that have not come.
+            PeerLost: The store is gone.
+            TransportAborted: `abort` was called.
+        """
+        wanted = range(self.size) if ranks is None else ranks
+        keys = [self._key(stage, rank) for rank in wanted]
+        pause = _FIRST_PAUSE
+        with self.limited(f"wait for {stage}", deadline=deadline + _REPLY_SECONDS):
+            while not self.store.check(keys):
+                watch()
+                if time.monotonic() >= deadline:
+                    pairs = zip(wanted, keys, strict=True)
+                    missing = [rank for rank, key in pairs if not self.store.check([key])]
+                    if missing:
+                        raise self._absent(stage, missing)
+                self._pause(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            return [bytes(value) for value in self.store.multi_get(keys)]
+
+    def forget(self, stage: str, ranks: Sequence[int]) -> None:
+        """Delete a stage's keys, once nobody else will ask for it."""
+        with self.limited(f"forget {stage}", deadline=time.monotonic() + _ANNOUNCE_SECONDS):
+            for rank in ranks:
+                self.store.delete_key(self._key(stage, rank))
+
+    def sweep(self) -> None:
+        """Delete all keys of this meeting: when no rank will ask for any of them again."""
+        with self.limited("sweep", deadline=time.monotonic() + _ANNOUNCE_SECONDS):
+            for key in self.store.list_keys():
+                if key.startswith(f"{self.prefix}/"):
+                    self.store.delete_key(key)
+
+    def abort(self) -> None:
+        """Make a call that waits, and every later one, raise; from any thread, returns at once."""
+        self.aborted = True
+        self._interrupt()
+
+    def close(self) -> None:
+        """Leave the store; idempotent. A call that still waits is aborted."""
+        self.abort()
+        with self._lock:
+            sockets, self._sockets, self._store = self._sockets, [], None
+        for sock in sockets:
+            sock.close()
+        self._waker.close()
+
+    @contextmanager
+    def limited(
+        self, what: str, *, deadline: float, interrupt: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Blocking native calls of a set-up: ended at the deadline whatever they think of it.
+
+        Args:
+            what: Completes "could not ...".
+            deadline: Of `time.monotonic`.
+            interrupt: Wakes calls that do not wait for the store; from another thread.
+        """
+        is_over = False
+
+        def expire() -> None:
+            nonlocal is_over
+            is_over = True
+            self._interrupt()
+            interrupt()
+
+        # Not a lane's work: it only ends what blocks on one.
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            self._waker.check()
+            yield
+        except (RuntimeError, OSError, TransportAborted) as error:  # torch's errors are of the 1st
+            text = f"could not {what}"
+            if self.aborted:
+                raise TransportAborted(f"{text}: told to stop", phase="init") from error
+            if is_over:
+                raise PhaseTimeout(f"{text} in time", phase="init") from error
+            if isinstance(error, AiosyncError):
+                raise
+            raise PeerLost(f"{text}: {_short(error)}", phase="init") from error
+        finally:
+            timer.cancel()
+
+    def __repr__(self) -> str:
+        state = "aborted" if self.aborted else "connected" if self._store else "apart"
+        return f"<Meeting rank {self.rank} of {self.size}, {self._where}, {state}>"
+
+    def _reach(self, deadline: float) -> socket.socket:
+        """A connection to the store's port by a plain socket; the first address that answers."""
+        problem: Exception = PeerLost(f"nobody listens at {self._where}", phase="init")
+        for family, address in resolve(self._host, self._port):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.setblocking(False)
+                code = sock.connect_ex(address)
+                if code == errno.EINPROGRESS:
+                    self._await(sock, deadline)
+                    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code == 0:
+                    return sock
+                reason = os.strerror(code)
+                problem = PeerLost(f"cannot connect to {self._where}: {reason}", phase="init")
+            except BaseException:
+                sock.close()
+                raise
+            sock.close()
+        raise problem
+
+    def _await(self, sock: socket.socket, deadline: float) -> None:
+        poller = select.poll()
+        poller.register(self._waker.fileno(), select.POLLIN)
+        poller.register(sock.fileno(), select.POLLOUT)
+        ready = poller.poll(milliseconds_until(deadline))
+        self._waker.check()
+        if not ready:
+            raise PhaseTimeout(f"{self._where} does not answer", phase="init")
+
+    def _pause(self, seconds: float) -> None:
+        poller = select.poll()
+        poller.register(self._waker.fileno(), select.POLLIN)
+        poller.poll(seconds * 1000.0)
+        self._waker.check()
+
+    def _interrupt(self) -> None:
+        self._waker.wake()
+        find = self._find  # set while the store is being connected
+        if find is not None:
+            fresh = list(find().values())
+            shut(fresh)
+            for sock in fresh:
+                sock.close()
+        with self._lock:
+            shut(self._sockets)
+
+    def _absent(self, stage: str, missing: Sequence[int]) -> PhaseTimeout:
+        names = ", ".join(f"{self.names[rank]} (rank {rank})" for rank in missing)
+        only = missing[0] if len(missing) == 1 else None
+        return PhaseTimeout(
+            f"{stage}: still waiting for {names}",
+            replica=None if only is None else self.names[only],
+            rank=only,
+            phase="init",
+            detail={"missing": list(missing)},
+        )
+
+    def _key(self, stage: str, rank: int) -> str:
+        return f"{self.prefix}/{stage}/{rank}"
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
+
+
+def _short(error: BaseException) -> str:
+    """The first sentence of one of torch's long texts."""
+    return str(error).strip().partition("\n")[0].partition("Exception raised from")[0][:300]
+
+
+def _cannot_listen(error: OSError, host: str, port: int) -> Exception:
+    what = {
+        errno.EADDRINUSE: f"port {port} on {host} is taken",
+        errno.EADDRNOTAVAIL: f"{host} is not an address of this host",
+    }.get(error.errno or 0)
+    if what is None:
+        return error
+    return Validation(
+        f"cannot listen for the workers: {what}", phase="init", detail={"errno": error.errno}
+    )

@@ -16,6 +16,7 @@ from aiosync.config import WeightTransferUpdateInfo
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import ProtocolMismatch, Validation
 from aiosync.metadata import from_wire, meta_nbytes, metadata_digest, to_wire
+from aiosync.source_pass import SourcePass
 from aiosync.streaming import stream_in, stream_out
 from aiosync.trainer import TrainerWeightTransferEngine
 from aiosync.worker import WeightTransferEngine
@@ -156,7 +157,7 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
             "shapes": shapes,
             "metadata_digest": digest,
             "plan_digest": plan.digest,
-            "aliases": dict(getattr(self.source, "aliases", None) or {}),
+            "aliases": dict(getattr(feed.source, "aliases", None) or {}),
             "stall_s": round.budget.stall,
             "round": round.number,
         }
@@ -168,13 +169,13 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         self._bytes_before = sender.progress.nbytes
         self.before_transmit(sender, feed)
         summary = await stream_out(
-            feed,
+            SourcePass(feed, self.ranks, sender),
             sender,
             plan=plan,
             readers=len(round.links),
             round=round.number,
             stall=round.budget.stall,
-            grace=round.budget.cleanup / 2,
+            grace=round.source_grace,
             lane=self.source_lane,
         )
         for link in round.links:

@@ -1,0 +1,87 @@
+"""One pass over the source, in step with the trainer's other ranks.
+
+A rank that stops iterating alone leaves its peers hanging in the source's collectives. So ranks
+meet before each layer group (`aiosync.ranks`) and only a meeting ends a pass early; a rank whose
+*send* failed keeps iterating, without sending, until then. Tensors are handed to the sender group
+by group and copied out before the source is resumed.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing, closing
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from aiosync.feed import SourceFeed
+    from aiosync.ranks import TrainerRanks
+    from transports.lane import LaneLike
+    from transports.stream import Sender
+
+
+@final
+class SourcePass:
+    """Iterates `feed` and hands each batch to `sender`, where this rank has one."""
+
+    def __init__(self, feed: SourceFeed, ranks: TrainerRanks, sender: Sender | None) -> None:
+        self._feed = feed
+        self._ranks = ranks
+        self._sender = sender
+        self._counts = feed.group_counts()
+        self._failed = False
+
+    @property
+    def is_async(self) -> bool:
+        return self._feed.is_async
+
+    def abort(self) -> None:
+        """End the pass at the next boundary, a blocked send at once. From any thread."""
+        self._ranks.stop()
+        if self._sender is not None:
+            self._sender.abort()
+
+    def run(self) -> None:
+        """The whole pass over a source with plain generators; blocking, on the source lane.
+
+        Raises:
+            The source's own exception, the sender's, or what the ranks agreed to stop for.
+        """
+        with closing(self._feed.iter_batches()) as batches:
+            due = 0  # below zero: a batch reached into the next group
+            for number, count in enumerate(self._counts):
+                self._ranks.meet(f"group {number}")
+                due += count
+                while due > 0 and (batch := next(batches, None)) is not None:
+                    due -= len(batch)
+                    self._hand_over(batch)
+            self._ranks.meet("end of pass")
+            for batch in batches:  # raises: the source yields more than it announced
+                self._hand_over(batch)
+
+    async def run_async(self, lane: LaneLike, *, grace: float) -> None:
+        """The same over a source with async generators: it runs on the loop, the rest does not."""
+        async with aclosing(self._feed.aiter_batches()) as batches:
+            due = 0
+            for number, count in enumerate(self._counts):
+                await lane.run(self._ranks.meet, f"group {number}", abort=self.abort, grace=grace)
+                due += count
+                while due > 0 and (batch := await anext(batches, None)) is not None:
+                    due -= len(batch)
+                    await lane.run(self._hand_over, batch, abort=self.abort, grace=grace)
+            await lane.run(self._ranks.meet, "end of pass", abort=self.abort, grace=grace)
+            async for batch in batches:  # raises: the source yields more than it announced
+                await lane.run(self._hand_over, batch, abort=self.abort, grace=grace)
+
+    def _hand_over(self, batch: Sequence[tuple[int, torch.Tensor]]) -> None:
+        if self._sender is None or self._failed:
+            return
+        try:
+            self._sender.write(batch)
+        except Exception as error:
+            self._failed = True
+            if self._ranks.size == 1:
+                raise
+            self._ranks.stop(error)

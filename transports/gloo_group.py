@@ -1,0 +1,270 @@
+"""A `transports.groups.CollectiveGroup` over gloo.
+
+gloo connects every pair of ranks by TCP and waits for them in native code. Each group gets a
+listener of its own (a gloo device), and the ranks tell each other its port, so a group's
+connections can be told from all other sockets of the process; duplicates of them are kept. Shutting
+those down is the abort: gloo has none that wakes a waiting rank. Looking at them tells, while a
+collective waits, whether a peer is gone, also one that this rank exchanges nothing with now.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, final
+
+from torch.distributed import (  # type: ignore[attr-defined] # torch lists no names
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+)
+
+from statemachines.errors import InvalidTransition
+from transports.addresses import numeric
+from transports.errors import PeerLost, PhaseTimeout, TransportAborted
+from transports.open_sockets import SETUP, connected, hung_up, listening, shut
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Sequence
+
+    import torch
+
+    from transports.open_sockets import Address
+    from transports.rendezvous import Meeting
+
+_UNKNOWN = -1
+_SLICE = 0.1  # seconds between two looks at the peers' connections
+_SLACK = 5.0  # gloo's own limits come after ours: it ends all connections when one expires
+
+
+@final
+class GlooGroup:
+    """One rank's end of a gloo group; see `transports.groups.CollectiveGroup`.
+
+    Args:
+        meeting: This rank's; the group owns it from here on.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.rank, self.size, self.names = meeting.rank, meeting.size, meeting.names
+        self._meeting = meeting
+        self._group: Any = None  # a ProcessGroupGloo; torch's stubs know none of its methods
+        self._ports: set[int] = set()
+        self._listeners: dict[Address, int] = {}  # of the other ranks
+        self._sockets: dict[socket.socket, int] = {}  # to their ranks, _UNKNOWN at first
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._ended = False
+        self._closed = False
+        self._swept = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the group can still carry something, as far as this rank can tell."""
+        return self._group is not None and not self._ended and not self.lost()
+
+    def join(self, *, timeout: float) -> None:
+        """See `transports.groups.CollectiveGroup.join`."""
+        deadline = time.monotonic() + timeout
+        meeting = self._meeting
+        try:
+            meeting.connect(deadline=deadline)
+            what = f"join the group of {', '.join(self.names)}"
+            with meeting.limited(what, deadline=deadline, interrupt=self._shut):
+                options = self._listen(deadline)
+                here = json.dumps([meeting.local, *sorted(self._ports)]).encode()
+                meeting.announce("here", here)
+                for rank, told in enumerate(meeting.gather("here", deadline=deadline)):
+                    if rank != self.rank:
+                        host, *ports = json.loads(told)
+                        self._listeners.update({(host, port): rank for port in ports})
+                store = PrefixStore(f"{meeting.prefix}/gloo", meeting.store)
+                group = ProcessGroupGloo(store, self.rank, self.size, options)
+                self._keep(group)
+                out = [numeric(s.getsockname())[1] for s, r in self._sockets.items() if r >= 0]
+                meeting.announce("joined", json.dumps(out).encode())
+                self._name_sockets(meeting.gather("joined", deadline=deadline))
+        except BaseException:
+            self.abort()
+            raise
+
+    def broadcast(self, data: torch.Tensor) -> Any:
+        """See `transports.groups.CollectiveGroup.broadcast`."""
+        self._check()
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(hours=1)  # finite, for a process whose Python is stuck
+        group = self._group
+        if group is None:
+            raise InvalidTransition("the group has not been joined")
+        return group.broadcast([data], options)
+
+    def wait(self, pending: Any, *, timeout: float) -> None:
+        """See `transports.groups.CollectiveGroup.wait`."""
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                pending.wait(timedelta(seconds=max(0.001, min(_SLICE, left))))
+                return
+            except RuntimeError as error:
+                if pending.is_completed():  # else only the slice is over
+                    raise self._failure(error) from error
+            self._check()
+            if self.lost():
+                raise self._failure(None)
+            if left <= 0:
+                self._end()
+                raise PhaseTimeout(f"no byte moved for {timeout:g} s")
+
+    def announce(self, stage: str, value: bytes) -> None:
+        """See `transports.groups.CollectiveGroup.announce`."""
+        self._check()
+        self._meeting.announce(stage, value)
+
+    def gather(self, stage: str, *, ranks: Sequence[int], timeout: float) -> list[bytes]:
+        """See `transports.groups.CollectiveGroup.gather`; one rank of the group asks for a stage.
+
+        The stage's keys are gone afterwards; with the first stage, which asks for all the others,
+        those of the set-up as well.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            found = self._meeting.gather(stage, deadline=deadline, ranks=ranks, watch=self._watch)
+            if self._swept:
+                self._meeting.forget(stage, ranks)
+            else:  # all of them are past the set-up
+                self._meeting.sweep()
+                self._swept = True
+        except BaseException:
+            self._end()
+            raise
+        return found
+
+    def lost(self) -> list[int]:
+        """Ranks whose connection to this one is down; empty as well before `join`."""
+        with self._lock:
+            if self._closed:
+                return []
+            return sorted({self._sockets[sock] for sock in hung_up(self._sockets)})
+
+    def abort(self) -> None:
+        """See `transports.groups.CollectiveGroup.abort`."""
+        self._aborted = True
+        self._end()
+
+    def close(self) -> None:
+        """See `transports.groups.CollectiveGroup.close`."""
+        self.abort()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            group, self._group = self._group, None
+            sockets, self._sockets = list(self._sockets), {}
+        held = [group]
+        del group
+
+        def free() -> None:
+            held.clear()  # joins gloo's threads
+            for sock in sockets:
+                sock.close()
+            self._meeting.close()
+
+        threading.Thread(  # noqa: TID251 - a destructor that may wait, with nothing to report
+            target=free, name="gloo-close", daemon=True
+        ).start()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "ended" if self._ended else "apart"
+        if state == "apart" and self._group is not None:
+            state = "joined"
+        return f"<GlooGroup rank {self.rank} of {self.size}, {state}>"
+
+    def _listen(self, deadline: float) -> Any:
+        """Options with a device of this group's own; notes the port it listens on."""
+        if not SETUP.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise PhaseTimeout("another set-up of this process is stuck", phase="init")
+        try:
+            before = listening()
+            device = ProcessGroupGloo.create_device(hostname=self._meeting.local, lazy_init=False)
+            opened = listening() - before
+        finally:
+            SETUP.release()
+        self._ports = {port for _, (host, port) in opened if host == self._meeting.local}
+        options = ProcessGroupGloo._Options()  # noqa: SLF001 - torch's own name for it
+        options._devices = [device]  # noqa: SLF001
+        options._timeout = timedelta(  # noqa: SLF001
+            seconds=max(0.001, deadline - time.monotonic()) + _SLACK
+        )
+        return options
+
+    def _keep(self, group: Any) -> None:
+        with self._lock:
+            self._group = group
+            for sock in self._find():
+                self._sockets[sock] = self._listeners.get(numeric(sock.getpeername()), _UNKNOWN)
+        if self._ended:  # aborted while the last connection came up
+            self._shut()
+
+    def _find(self) -> list[socket.socket]:
+        def belongs(local: Address, remote: Address) -> bool:
+            return local[1] in self._ports or remote in self._listeners
+
+        return list(connected(belongs).values())
+
+    def _name_sockets(self, told: Sequence[bytes]) -> None:
+        """Ranks of the connections that the others opened: they said from which ports."""
+        rank_of = {port: rank for rank, ports in enumerate(told) for port in json.loads(ports)}
+        with self._lock:
+            for sock, rank in self._sockets.items():
+                if rank == _UNKNOWN:
+                    port = numeric(sock.getpeername())[1]
+                    self._sockets[sock] = rank_of.get(port, _UNKNOWN)
+
+    def _watch(self) -> None:
+        self._check()
+        if self.lost():
+            raise self._failure(None)
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise TransportAborted("the group was aborted")
+        if self._ended:
+            raise PeerLost("the group has ended")
+
+    def _failure(self, error: RuntimeError | None) -> Exception:
+        """What is to be raised; the group ends here."""
+        if self._aborted:
+            return TransportAborted("the group was aborted")
+        lost = self.lost()
+        self._end()
+        known = [self.names[rank] for rank in lost if rank != _UNKNOWN]
+        names = ", ".join(known) or "a rank of the group"
+        reason = "" if error is None or lost else f": {str(error)[:200]}"
+        return PeerLost(
+            f"{names} left the group{reason}",
+            replica=known[0] if len(known) == 1 else None,
+            rank=lost[-1] if len(known) == 1 else None,
+        )
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._meeting.abort()
+            self._shut()
+
+    def _shut(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if self._group is not None:
+                shut(self._sockets)
+                return
+            found = self._find() if self._ports else []
+        shut(found)  # of a set-up that is still under way
+        for sock in found:
+            sock.close()
