@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 _UNKNOWN = -1
 _SLICE = 0.1  # seconds between two looks at the peers' connections
-_SLACK = 5.0  # gloo's own limits come after ours: it ends all connections when one expires
+_SLACK = 0.1
+# All ranks are there when gloo connects them. It tries five times, with this limit each.
+_CONNECT_SECONDS = 5.0
 
 
 @final
@@ -73,7 +75,8 @@ class GlooGroup:
         try:
             meeting.connect(deadline=deadline)
             what = f"join the group of {', '.join(self.names)}"
-            with meeting.limited(what, deadline=deadline, interrupt=self._shut):
+            # A little longer than each wait within, which names who is missing.
+            with meeting.limited(what, deadline=deadline + _SLACK, interrupt=self._shut):
                 options = self._listen(deadline)
                 here = json.dumps([meeting.local, *sorted(self._ports)]).encode()
                 meeting.announce("here", here)
@@ -167,9 +170,11 @@ class GlooGroup:
             sockets, self._sockets = list(self._sockets), {}
         held = [group]
         del group
+        t0=time.monotonic()
 
         def free() -> None:
             held.clear()  # joins gloo's threads
+            print("FREED in",time.monotonic()-t0,flush=True)
             for sock in sockets:
                 sock.close()
             self._meeting.close()
@@ -197,9 +202,8 @@ class GlooGroup:
         self._ports = {port for _, (host, port) in opened if host == self._meeting.local}
         options = ProcessGroupGloo._Options()  # noqa: SLF001 - torch's own name for it
         options._devices = [device]  # noqa: SLF001
-        options._timeout = timedelta(  # noqa: SLF001
-            seconds=max(0.001, deadline - time.monotonic()) + _SLACK
-        )
+        limit = max(0.001, min(_CONNECT_SECONDS, deadline - time.monotonic()))
+        options._timeout = timedelta(seconds=limit)  # noqa: SLF001
         return options
 
     def _keep(self, group: Any) -> None:

@@ -81,15 +81,20 @@ def hung_up(sockets: Iterable[socket.socket]) -> list[socket.socket]:
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    for name in os.listdir("/dev/fd"):  # noqa: PTH208  names are all that is needed
+    # All are looked at before one is duplicated: a duplicate may get a number of the listing.
+    for fd in [int(name) for name in os.listdir("/dev/fd") if _is_socket(int(name))]:  # noqa: PTH208
         try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            duplicate = os.dup(int(name))
-        except OSError:  # closed meanwhile, or the descriptor of this very listing
+            sock = socket.socket(fileno=os.dup(fd))
+        except OSError:  # closed meanwhile
             continue
-        sock = socket.socket(fileno=duplicate)
         if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-            yield int(name), sock
+            yield fd, sock
         else:
             sock.close()
+
+
+def _is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:  # closed meanwhile, or the descriptor of the listing itself
+        return False

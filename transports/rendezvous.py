@@ -137,10 +137,8 @@ class Meeting:
         self._where = f"the store at {self._host} port {port}"
         self._waker = Waker()
         self._store: TCPStore | None = None
-        self._sockets: list[socket.socket] = []
         self._find: Callable[[], dict[int, socket.socket]] | None = None
         self.aborted = False
-        self._lock = threading.Lock()
 
     @property
     def store(self) -> TCPStore:
@@ -171,9 +169,7 @@ class Meeting:
                 self._store = TCPStore(
                     *remote, is_master=False, wait_for_workers=False, timeout=_left(deadline)
                 )
-                self._sockets = list(self._find().values())
             finally:
-                self._find = None
                 SETUP.release()
 
     def announce(self, stage: str, value: bytes) -> None:
@@ -237,10 +233,7 @@ class Meeting:
     def close(self) -> None:
         """Leave the store; idempotent. A call that still waits is aborted."""
         self.abort()
-        with self._lock:
-            sockets, self._sockets, self._store = self._sockets, [], None
-        for sock in sockets:
-            sock.close()
+        self._store = self._find = None
         self._waker.close()
 
     @contextmanager
@@ -323,14 +316,12 @@ class Meeting:
 
     def _interrupt(self) -> None:
         self._waker.wake()
-        find = self._find  # set while the store is being connected
-        if find is not None:
+        find = self._find
+        if find is not None:  # not those alone that are known: a group's set-up opens its own
             fresh = list(find().values())
             shut(fresh)
             for sock in fresh:
                 sock.close()
-        with self._lock:
-            shut(self._sockets)
 
     def _absent(self, stage: str, missing: Sequence[int]) -> PhaseTimeout:
         names = ", ".join(f"{self.names[rank]} (rank {rank})" for rank in missing)

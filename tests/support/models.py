@@ -17,6 +17,8 @@ def make(kind: str, seed: int) -> nn.Module:
         model = Odd()
     elif kind == "tied":
         model = Tied()
+    elif kind == "ranks":
+        model = Ranks()
     elif kind == "large":
         model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])
     else:
@@ -48,6 +50,21 @@ class Tied(nn.Module):
         self.embed = nn.Embedding(50, 8)
         self.head = nn.Linear(8, 50, bias=False)
         self.head.weight = self.embed.weight
+
+
+class Ranks(nn.Module):
+    """What the ranks of `rank.py` train together."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.layers = nn.ModuleList()
+        for _ in range(4):
+            block = nn.Module()
+            block.up = nn.Linear(width, 2 * width)
+            block.down = nn.Linear(2 * width, width)
+            self.layers.append(block)
+        self.norm = nn.LayerNorm(width)
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:

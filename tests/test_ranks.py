@@ -1,0 +1,133 @@
+"""Sharded trainers of several ranks: every exit is taken by all of them together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+
+import pytest
+from processes import program, replica
+
+
+async def lines(process):
+    """Everything a rank says until it ends."""
+    said = []
+    async with asyncio.timeout(60):
+        while line := await process.stdout.readline():
+            said.append(json.loads(line))
+    return said
+
+
+async def train(size, tmp_path, worker, **options):
+    """Run all ranks to their end; what each said."""
+    args = []
+    for name, value in options.items():
+        args += [f"--{name}", str(value)]
+    async with AsyncExitStack() as stack:
+        ranks = [
+            await stack.enter_async_context(
+                program(
+                    "rank.py",
+                    worker.url,
+                    "--rank",
+                    str(rank),
+                    "--size",
+                    str(size),
+                    "--store",
+                    str(tmp_path / "store"),
+                    *args,
+                )  # fmt: skip
+            )
+            for rank in range(size)
+        ]
+        return await asyncio.gather(*(lines(process) for process in ranks))
+
+
+@pytest.fixture(scope="module")
+def losses():
+    return {}
+
+
+async def undisturbed(size, tmp_path, losses):
+    """Losses of a step after rounds in which nothing went wrong."""
+    if size not in losses:
+        (tmp_path / "calm").mkdir()
+        async with replica(kind="ranks", seed=2) as worker:
+            said = await train(size, tmp_path / "calm", worker)
+        losses[size] = [rank[-1]["loss"] for rank in said]
+    return losses[size]
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("size", [2, 4])
+async def test_all_ranks_commit_together(size, tmp_path):
+    async with replica(kind="ranks", seed=2) as worker:
+        said = await train(size, tmp_path, worker, rounds=3)
+        for rank in said:
+            assert [word.get("outcome") for word in rank] == ["committed"] * 3 + [None]
+            assert [word.get("state") for word in rank[:3]] == ["initialized"] * 3
+        facts = await worker.facts()
+        assert facts["version"] == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("at", [0, 2, 5])
+@pytest.mark.parametrize("me", [0, 1])
+async def test_one_rank_is_cancelled(me, at, tmp_path, losses):
+    calm = await undisturbed(2, tmp_path, losses)
+    async with replica(kind="ranks", seed=2) as worker:
+        said = await train(2, tmp_path, worker, fault="cancel", me=me, at=at)
+        assert said[me][0]["kind"] == "CancelledError"
+        assert said[1 - me][0]["kind"] == "RoundCancelled"
+        for rank, loss in zip(said, calm, strict=True):
+            assert rank[0]["seconds"] < 10
+            assert rank[1]["outcome"] == "committed"
+            assert rank[2]["loss"] == loss
+        assert (await worker.facts())["version"] == 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("me", [0, 1])
+async def test_source_raises_between_gathers_on_one_rank(me, tmp_path, losses):
+    calm = await undisturbed(2, tmp_path, losses)
+    async with replica(kind="ranks", seed=2) as worker:
+        old = await worker.facts()
+        said = await train(2, tmp_path, worker, fault="raise", me=me, at=5, rounds=1)
+        assert said[me][0]["kind"] == "ValueError"
+        assert all("gather failed" in rank[0]["error"] for rank in said)
+        for rank, loss in zip(said, calm, strict=True):
+            assert rank[1]["loss"] == loss
+        facts = await worker.facts()
+        assert facts["prints"] == old["prints"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_metadata_that_differs_on_one_rank_is_refused_before_anything_moves(tmp_path):
+    async with replica(kind="ranks", seed=2) as worker:
+        old = await worker.facts()
+        said = await train(2, tmp_path, worker, odd="dtype", me=1, rounds=1)
+        for rank in said:
+            assert rank[0]["kind"] == "Validation"
+            assert "metadata" in rank[0]["error"]
+            assert rank[0]["state"] == "initialized"
+            assert "loss" in rank[1]
+        assert (await worker.facts())["prints"] == old["prints"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_a_rank_that_dies_is_named_and_the_others_end_in_time(tmp_path):
+    async with replica(kind="ranks", seed=2) as worker:
+        old = await worker.facts()
+        said = await train(2, tmp_path, worker, fault="die", me=1, at=0, rounds=1, total=8)
+        assert said[1] == []
+        assert said[0][0]["kind"] is not None
+        assert said[0][0]["seconds"] < 8 + 1 + 3 + 1
+        facts = await worker.wait_state("initialized", "failed", "idle")
+        assert facts["prints"] == old["prints"]
+        assert facts["weights"] == "intact"
