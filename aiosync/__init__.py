@@ -132,6 +132,15 @@ if TYPE_CHECKING:
     from aiosync.defaults import (
         Defaults as Defaults,
     )
+    from aiosync.engines.gloo import (
+        GlooTrainerInitInfo as GlooTrainerInitInfo,
+    )
+    from aiosync.engines.gloo import (
+        GlooTrainerWeightTransferEngine as GlooTrainerWeightTransferEngine,
+    )
+    from aiosync.engines.gloo import (
+        GlooWeightTransferEngine as GlooWeightTransferEngine,
+    )
     from aiosync.engines.ipc import (
         IPCTrainerInitInfo as IPCTrainerInitInfo,
     )
@@ -182,6 +191,8 @@ if TYPE_CHECKING:
     from aiosync.handle import (
         WeightUpdate as WeightUpdate,
     )
+    from aiosync.iterator_source import IteratorSource as IteratorSource
+    from aiosync.legacy_source import LegacySource as LegacySource
     from aiosync.messages import (
         PeerState as PeerState,
     )
@@ -206,6 +217,7 @@ if TYPE_CHECKING:
     from aiosync.metadata import (
         materialize_full_tensor as materialize_full_tensor,
     )
+    from aiosync.push import PushSession as PushSession
     from aiosync.report import (
         MemberOutcome as MemberOutcome,
     )
@@ -263,12 +275,17 @@ _LAZY = {
     "ENGINE": "statemachines.tables",
     "FleetClient": "aiosync.fleet",
     "GenerationGate": "aiosync.generation",
+    "GlooTrainerInitInfo": "aiosync.engines.gloo",
+    "GlooTrainerWeightTransferEngine": "aiosync.engines.gloo",
+    "GlooWeightTransferEngine": "aiosync.engines.gloo",
     "HTTPVLLMWeightSyncClient": "aiosync.client",
     "IPCTrainerInitInfo": "aiosync.engines.ipc",
     "IPCTrainerWeightTransferEngine": "aiosync.engines.ipc",
     "IPCWeightTransferEngine": "aiosync.engines.ipc",
     "IPCWeightTransferInitInfo": "aiosync.engines.ipc",
     "IPCWeightTransferUpdateInfo": "aiosync.engines.ipc",
+    "IteratorSource": "aiosync.iterator_source",
+    "LegacySource": "aiosync.legacy_source",
     "LoopbackTrainerInitInfo": "aiosync.engines.loopback",
     "LoopbackTrainerWeightTransferEngine": "aiosync.engines.loopback",
     "LoopbackWeightTransferEngine": "aiosync.engines.loopback",
@@ -277,6 +294,7 @@ _LAZY = {
     "ModuleSource": "aiosync.sources",
     "ParamMeta": "aiosync.metadata",
     "PeerState": "aiosync.messages",
+    "PushSession": "aiosync.push",
     "Placement": "aiosync.metadata",
     "Replicate": "aiosync.metadata",
     "Report": "aiosync.report",

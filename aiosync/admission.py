@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, final
 
 from aiosync.errors import Busy, Validation, WrongLoop, WrongProcess
@@ -12,7 +13,10 @@ from aiosync.version import Version, next_version
 from statemachines.tables import State
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from aiosync.budget import Budget
+    from aiosync.source_side import SourceSide
     from aiosync.trainer import TrainerWeightTransferEngine
 
 
@@ -35,6 +39,8 @@ class Admission:
     def __init__(self, engine: TrainerWeightTransferEngine[Any]) -> None:
         self.current: Round | None = None
         self._engine = engine
+        self.leaving: str | None = None
+        """What frees the channel right now: no round may begin beside it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
 
@@ -50,6 +56,9 @@ class Admission:
         self.check_process()
         if self._engine.state is State.CLOSED:
             raise self._engine.wrong_order("start")
+        if self.leaving is not None:
+            text = f"{self.leaving} of this engine is under way"
+            raise Busy(text, phase="admit", detail=self._engine.standing())
         if self.current is not None:
             self._check_loop()
             raise Busy(
@@ -57,6 +66,16 @@ class Admission:
                 f" in phase {self.current.phase}",
                 phase="admit",
             )
+
+    @contextmanager
+    def closed_for(self, what: str) -> Iterator[None]:
+        """Let no round begin while the block runs."""
+        before, self.leaving = self.leaving, what
+        try:
+            yield
+        finally:
+            if self.leaving == what:  # `aclose` may have come meanwhile
+                self.leaving = before
 
     def check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -75,15 +94,30 @@ class Admission:
             await self.current.over.wait()
         self.check()
 
-    def take(self, version: Any, budget: Budget, *, rollback: bool) -> Round:
-        """Make the round and occupy the slot. Call `check` before, with no await in between."""
+    def take(
+        self,
+        version: Any,
+        budget: Budget,
+        *,
+        rollback: bool,
+        source_side: SourceSide | None = None,
+    ) -> Round:
+        """Make the round and occupy the slot. Call `check` before, with no await in between.
+
+        Args:
+            source_side: Where the tensors come from, if not from the engine's own source.
+        """
         self._loop = asyncio.get_running_loop()
         target = self._resolve(version)
-        self.current = Round(self._engine, target, budget, rollback=rollback)
+        self.current = Round(
+            self._engine, target, budget, rollback=rollback, source_side=source_side
+        )
         return self.current
 
     def free(self, round: Round) -> bool:
-        """Give the slot back; False if it was somebody else's by now."""
+        """The round is over: give its slot back; False if it was somebody else's by now."""
+        round.released.set()
+        round.over.set()
         if self.current is not round:
             return False
         self.current = self._loop = None

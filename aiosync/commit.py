@@ -12,40 +12,43 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from aiosync.concurrency import hold_on
+from aiosync.concurrency import first_line, hold_on
 from aiosync.errors import AiosyncError, OutcomeUnknown, PeerLost, PhaseTimeout, ProtocolMismatch
 from aiosync.members import fan_out
 from aiosync.watchable import BUSY
 
 if TYPE_CHECKING:
     from aiosync.members import MemberLink
+    from aiosync.messages import PeerState
     from aiosync.round import Round
 
 _ASK_AGAIN_S = 0.05
 
 
-async def commit(round: Round, label: str | None = None) -> None:
+async def commit(round: Round) -> None:
     """Send finish to every member and settle each one's outcome.
-
-    Args:
-        label: The version as members are told; the round's own unless given.
 
     Raises:
         OutcomeUnknown: A member neither answered nor could be asked.
         RemoteError: A member refused or failed.
     """
     failures: list[Exception] = []
-    name = round.label if label is None else label
 
     async def one(link: MemberLink) -> None:
         link.outcome = "unknown"
         try:
-            await link.call("finish_weight_update", name, header=round.header(link))
+            reply = await link.call("finish_weight_update", round.label, header=round.header(link))
+            if link.speaks_ours and not _confirms(round, getattr(reply, "peer", None)):
+                raise ProtocolMismatch("the answer does not say that the version is committed")
         except (PeerLost, PhaseTimeout, ProtocolMismatch) as error:
             await _ask(round, link, error)
         except AiosyncError:
             link.outcome = "failed"
             raise
+        except Exception as error:
+            if not link.supports("status"):
+                raise
+            await _ask(round, link, error)  # a client's own error says nothing about the worker
         link.outcome = "committed"
 
     async def all_of_them() -> None:
@@ -59,24 +62,28 @@ async def commit(round: Round, label: str | None = None) -> None:
         raise failures[0]
 
 
-async def _ask(round: Round, link: MemberLink, lost: AiosyncError) -> None:
+def _confirms(round: Round, peer: PeerState | None) -> bool:
+    return peer is not None and peer.state not in BUSY and peer.version == round.version
+
+
+async def _ask(round: Round, link: MemberLink, lost: Exception) -> None:
     """Finish got no answer. Returns if the member says it committed."""
     deadline = time.monotonic() + round.budget.cleanup
     while link.supports("status") and time.monotonic() < deadline:
         try:
             await link.call("weight_update_status", header=round.header(link))
-        except AiosyncError:
+        except Exception:  # noqa: BLE001  asked again until the time is up
             await anyio.sleep(_ASK_AGAIN_S)
             continue
         peer = link.peer
+        if _confirms(round, peer):
+            return
         if peer is not None and peer.state not in BUSY:
-            if peer.version == round.version:
-                return
             link.outcome = "failed"
             raise lost
         await anyio.sleep(_ASK_AGAIN_S)
     raise OutcomeUnknown(
-        f"finish was sent, its answer never came: {lost.message}",
+        f"finish was sent, its answer never came: {first_line(lost)}",
         replica=link.name,
         phase="finish",
         weights="unknown",

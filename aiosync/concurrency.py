@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 import anyio
@@ -44,7 +45,7 @@ async def run_legs(
 
     async def run_control() -> None:
         try:
-            results.append(await control())
+            results.append(await uncancelled(control))
         except Exception as error:  # noqa: BLE001  collected; raised below as one exception
             failures.append(collapse(error))
             group.cancel_scope.cancel()
@@ -53,7 +54,7 @@ async def run_legs(
 
     async def run_data() -> None:
         try:
-            await data()
+            await uncancelled(data)
         except Exception as error:  # noqa: BLE001  collected; raised below as one exception
             failures.append(collapse(error))
             with anyio.move_on_after(linger):
@@ -66,6 +67,30 @@ async def run_legs(
     if failures:
         raise rank_errors(failures)
     return results[0]
+
+
+async def uncancelled(fn: Callable[[], Awaitable[T]]) -> T:
+    """Await ``fn()`` in a child task; a cancellation that nobody asked for becomes `RuntimeError`.
+
+    A task group takes whatever cancellation leaves a child for its own and drops it: a client or a
+    source that lets one escape (it awaited a task that was cancelled) would pass for success.
+    """
+    try:
+        return await fn()
+    except anyio.get_cancelled_exc_class() as error:
+        if _is_cancelled():
+            raise
+        raise RuntimeError(f"{error!r} was raised, although nothing was cancelled") from error
+
+
+def _is_cancelled() -> bool:
+    if anyio.current_effective_deadline() == -math.inf:
+        return True
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # under trio only scopes cancel
+        return True
+    return task is not None and task.cancelling() > 0
 
 
 def rank_errors(errors: Sequence[BaseException]) -> BaseException:
@@ -229,9 +254,17 @@ class Milestone:
 
     def __init__(self) -> None:
         self._event = anyio.Event()
+        self._then: list[Callable[[], None]] = []
 
     def set(self) -> None:
         self._event.set()
+        then, self._then = self._then, []
+        for fn in then:
+            fn()
+
+    def then(self, fn: Callable[[], None]) -> None:
+        """Call `fn` when it happens; before it has."""
+        self._then.append(fn)
 
     def is_set(self) -> bool:
         return self._event.is_set()

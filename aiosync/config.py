@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from aiosync.budget import check_seconds
 from aiosync.errors import Validation
 
-SINKS = ("staged", "in_place")
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from aiosync.sink_base import Sink
+
+SINKS = ("staged", "in_place", "layerwise")
 VERIFY = ("digest", "counts")
 
 
@@ -18,25 +25,44 @@ class WeightTransferConfig:
     Attributes:
         backend: Registered name of the engine (`WeightTransferEngineFactory`).
         sink: ``"staged"`` receives into spare memory and swaps at commit; ``"in_place"`` writes
-            into the model as bytes arrive.
+            into the model as bytes arrive; ``"layerwise"`` stages and writes one layer group
+            after the other. Or a `Sink`, or a factory of sinks: ``callable(model, device)``.
         verify: ``"digest"`` compares checksums of every chunk, ``"counts"`` only completeness.
         lease_s: Longest silence of a trainer, in seconds, that an open round survives; None takes
             what the trainer asks for.
+        marker: File that exists while the weights are torn, on a local disk: a worker whose
+            process died in the middle of a swap begins as torn, not silently mixed. Looked for
+            when the engine is made. For a `Sink` or a factory, give it to the sink itself.
     """
 
     backend: str = "nccl"
-    sink: str = "staged"
+    sink: str | Sink | Callable[[Any, Any], Sink] = "staged"
     verify: str = "digest"
     lease_s: float | None = None
+    marker: str | Path | None = None
 
     def __post_init__(self) -> None:
         backend: object = self.backend  # a config may come from JSON
         if not isinstance(backend, str) or not backend:
             raise Validation(f"backend must be a non-empty string, not {backend!r}")
-        if self.sink not in SINKS:
-            raise Validation(f"sink must be one of {', '.join(SINKS)}, not {self.sink!r}")
+        by_name = isinstance(self.sink, str)
+        if self.sink not in SINKS if by_name else not _makes_sinks(self.sink):
+            raise Validation(
+                f"sink must be one of {', '.join(SINKS)}, a Sink or a factory, not {self.sink!r}"
+            )
+        if self.marker is not None and not by_name:
+            raise Validation("give the marker to the sink itself: config.sink is not a mode")
         if self.verify not in VERIFY:
             raise Validation(f"verify must be one of {', '.join(VERIFY)}, not {self.verify!r}")
+        if self.lease_s is not None:
+            check_seconds(self.lease_s, "lease_s")
+
+
+def _makes_sinks(value: object) -> bool:
+    """Whether it is a sink or a factory, without importing what sinks need."""
+    return callable(value) or all(
+        hasattr(value, name) for name in ("begin", "landed", "commit", "abort")
+    )
 
 
 @dataclass

@@ -134,6 +134,7 @@ def available_backends() -> dict[str, list[str]]:
 
 
 _BUILT_IN = {
+    "gloo": ("aiosync.engines.gloo", "Gloo"),
     "ipc": ("aiosync.engines.ipc", "IPC"),
     "loopback": ("aiosync.engines.loopback", "Loopback"),
 }

@@ -8,13 +8,23 @@ source ends in one sentence that names the tensor.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import torch
 
 from aiosync import passes
-from aiosync.metadata import dtype_name, layer_runs, validate_metadata
+from aiosync.metadata import (
+    dtype_name,
+    first_few,
+    from_wire,
+    layer_runs,
+    metadata_digest,
+    to_wire,
+    validate_metadata,
+)
 from aiosync.module_layout import compact, is_dtensor
 from aiosync.sources import WeightSource
 from statemachines.errors import Validation
@@ -32,8 +42,8 @@ class SourceFeed:
     """What rank `rank` of a source yields, as ``(position in the metadata, tensor)``.
 
     Making one reads ``source.metadata``, which may be a collective: do it on every rank, on the
-    thread that runs the source. `metadata` and `owned` (positions this rank yields) stay valid
-    for all passes.
+    thread that runs the source. `metadata`, `owned` (positions this rank yields) and `left_out`
+    (names that the source says it does not send) stay valid for all passes.
 
     Tensors are handed out detached and contiguous; the trainer's graph, gradients and version
     counters are not touched. They are valid until the next batch is asked for.
@@ -49,11 +59,32 @@ class SourceFeed:
             raise TypeError(
                 f"{type(source).__name__}.metadata is a method: wrap it in LegacySource"
             )
+        if not isinstance(announced, Iterable):
+            raise TypeError(
+                f"{type(source).__name__}.metadata must be a list of ParamMeta, not"
+                f" {_kind(announced)}"
+            )
         self.source = source
         self.rank = rank
-        self.metadata: list[ParamMeta] = validate_metadata(announced)
+        self.announced = list(announced)
+        self.metadata: list[ParamMeta] = validate_metadata(self.announced)
+        self.left_out = [str(name) for name in getattr(source, "left_out", None) or ()]
         self.owned: list[int] = self._owned()
         self._grouped = _by_groups(type(source))
+
+    def announces(self, metadata: Iterable[ParamMeta]) -> bool:
+        """Whether `metadata` is what this feed was made from; a list may change in place."""
+        return list(metadata) == self.announced
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the whole announcement; must be the same on every trainer rank."""
+        return metadata_digest(self.metadata)
+
+    @cached_property
+    def wire_digest(self) -> str:
+        """Of what the workers are told; owners and meshes are the trainer's own."""
+        return metadata_digest(from_wire(*to_wire(self.metadata)))
 
     @property
     def is_async(self) -> bool:
@@ -76,18 +107,27 @@ class SourceFeed:
         Raises:
             Validation: The source's `groups()` are no partition of its names in metadata order.
         """
+        return self._group_cut
+
+    @cached_property
+    def _group_cut(self) -> list[int]:
         names = [meta.name for meta in self.metadata]
         groups = getattr(self.source, "groups", None)
         cut = layer_runs(names) if groups is None else groups()
-        if [name for group in cut for name in group] != names:
+        grouped = [name for group in cut for name in group]
+        if grouped != names:
             raise Validation(
                 f"{type(self.source).__name__}.groups() must list every announced name once, in"
-                " metadata order"
+                f" metadata order: {_why_no_partition(grouped, names)}"
             )
         return [len(group) for group in cut]
 
     def group_counts(self) -> list[int]:
         """How many tensors this rank yields of each layer group."""
+        return self._group_counts
+
+    @cached_property
+    def _group_counts(self) -> list[int]:
         owned = set(self.owned)
         counts, at = [], 0
         for size in self.group_cut():
@@ -241,6 +281,21 @@ def _mismatch(meta: ParamMeta, tensor: Any) -> str | None:
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout}; only strided tensors are sent"
     return None
+
+
+def _why_no_partition(grouped: list[str], names: list[str]) -> str:
+    known, seen = set(names), set(grouped)
+    if unknown := [name for name in grouped if name not in known]:
+        return f"{unknown[0]!r} is not announced"
+    if missing := [name for name in names if name not in seen]:
+        return f"it lacks {first_few(missing)}"
+    if len(grouped) != len(names):
+        return f"it repeats {next(name for name in names if grouped.count(name) > 1)!r}"
+    at = next(i for i, (a, b) in enumerate(zip(grouped, names, strict=True)) if a != b)
+    return (
+        f"at position {at} the metadata has {names[at]}, groups() has {grouped[at]};"
+        f" metadata in this order would fit: {first_few(grouped, 6)}"
+    )
 
 
 def _kind(value: object) -> str:

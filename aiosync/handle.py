@@ -13,9 +13,9 @@ from aiosync.errors import RoundCancelled
 from statemachines.tables import State
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Generator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 
-    from aiosync.concurrency import Milestone, Task
+    from aiosync.concurrency import Milestone, Supervisor, Task
     from aiosync.report import Report
     from aiosync.round import Round
     from aiosync.version import Version
@@ -165,3 +165,21 @@ class WeightUpdate:
     def __repr__(self) -> str:
         phase = self.report.outcome if self.report is not None else self._round.phase
         return f"<WeightUpdate round={self.number} version={self.version.label} {phase}>"
+
+
+def in_background(
+    round: Round,
+    running: Coroutine[Any, Any, Report],
+    supervisor: Supervisor,
+    *,
+    name: str,
+    over: Callable[[Round], None],
+) -> WeightUpdate:
+    """Start `running` and return the round's handle; `over` is called at its end, come what may."""
+    fate = Fate(round)
+
+    def after() -> None:
+        over(round)
+        fate.over()
+
+    return WeightUpdate(round, supervisor.start(running, name=name, after=after), fate)

@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import anyio
 import anyio.from_thread
@@ -20,6 +20,8 @@ from aiosync.errors import TransportAborted
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+T = TypeVar("T")
 
 
 @final
@@ -44,7 +46,10 @@ class LaneCalls:
 
     def abort(self) -> None:
         """End the call that is out and refuse later ones; from any thread but the loop's."""
-        anyio.from_thread.run_sync(self._scope.cancel, token=self._token)
+        anyio.from_thread.run_sync(self._cancel, token=self._token)
+
+    def _cancel(self) -> None:
+        self._scope.cancel()  # looked up on the loop, where it changes
 
     async def _await(self, fn: Callable[[], Awaitable[Any]]) -> Any:
         _HERE.set(None)  # anyio brings the lane's context along
@@ -65,7 +70,7 @@ def enter(context: contextvars.Context, calls: LaneCalls) -> None:
     context.run(_HERE.set, calls)
 
 
-def as_seen_here(client: Any) -> Any:
+def as_seen_here(client: T) -> T:
     """`client` itself on a loop; its blocking form in a plain method on a lane."""
     calls = _HERE.get()
     if calls is None:
@@ -73,7 +78,8 @@ def as_seen_here(client: Any) -> Any:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return calls.bind(client)
+        blocking: T = calls.bind(client)
+        return blocking
     return client
 
 

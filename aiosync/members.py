@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import anyio
 
 from aiosync.client import Capabilities, adapt_client
-from aiosync.concurrency import collapse, rank_errors
+from aiosync.concurrency import collapse, rank_errors, uncancelled
 from aiosync.errors import AiosyncError
+from aiosync.replies import refuse_denial
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -63,6 +65,11 @@ class MemberLink:
     def version(self) -> Version | None:
         return self.peer.version if self.peer is not None else None
 
+    @property
+    def world_size(self) -> int:
+        """Worker ranks behind this member: each is a reader of its own."""
+        return self.peer.world_size if self.peer is not None else 1
+
     def supports(self, feature: str) -> bool:
         return feature in self.capabilities.features and hasattr(self.client, _METHOD[feature])
 
@@ -86,7 +93,9 @@ class MemberLink:
         """Call a client method; errors come back carrying this member's name."""
         extra = {"header": header} if header is not None and self.speaks_ours else {}
         try:
-            reply = await getattr(self.client, method)(*args, **extra)
+            asked = functools.partial(getattr(self.client, method), *args, **extra)
+            reply = await uncancelled(asked)
+            refuse_denial(reply, replica=self.name, phase=_PHASE.get(method, method))
         except AiosyncError as error:
             error.locate(replica=self.name, phase=_PHASE.get(method))
             raise
@@ -155,7 +164,7 @@ async def fan_out(
         began = time.monotonic()
         link.phase = phase
         try:
-            results[link.name] = await call(link)
+            results[link.name] = await uncancelled(functools.partial(call, link))
             link.error, link.answered = None, phase
         except Exception as error:  # noqa: BLE001  collected; raised below as one exception
             cause = collapse(error)

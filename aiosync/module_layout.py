@@ -41,12 +41,23 @@ class Layout(NamedTuple):
     aliases: dict[str, str]
     """Announced name by the further (renamed) names of the same tensor."""
     left_out: list[str]
+    outline: list[tuple[Any, ...]]
+    """What the module looked like: see `outline`."""
 
 
 def live_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers under every name they have, as they are now."""
     found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     return found | dict(module.named_buffers(remove_duplicate=False))
+
+
+def outline(live: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+    """Names, ties, dtypes and shapes: while it is the same, a layout holds."""
+    firsts: dict[int, int] = {}
+    return [
+        (name, firsts.setdefault(id(tensor), at), tensor.dtype, tensor.shape, tensor.device.type)
+        for at, (name, tensor) in enumerate(live.items())
+    ]
 
 
 def lay_out(
@@ -86,7 +97,7 @@ def lay_out(
             f"{type(module).__name__} has nothing to send; left out: {first_few(left_out)}"
         )
     metas = [_describe(name, live[key], dtype) for name, key in keys.items()]
-    return Layout(validate_metadata(metas), keys, aliases, left_out)
+    return Layout(validate_metadata(metas), keys, aliases, left_out, outline(live))
 
 
 def _renamed(key: str, rename: Rename | None) -> str | None:
@@ -127,6 +138,8 @@ def _beside_their_layers(parameters: list[str], buffers: list[str]) -> list[str]
 
 
 def _describe(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> ParamMeta:
+    if tensor.is_nested:
+        raise Validation(f"{name} is a nested tensor; only strided ones are sent", tensor=name)
     if is_lazy(tensor):
         raise Validation(f"{name} is not initialised yet (lazy module)", tensor=name)
     if tensor.device.type == "meta":
@@ -162,6 +175,15 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
         step *= max(size, 1)
     plain = tuple(reversed(strides))
     return tensor if tensor.stride() == plain else tensor.as_strided(tensor.shape, plain)
+
+
+def bit_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape have the same bytes."""
+    return torch.equal(_bytes(one), _bytes(two))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return compact(tensor).reshape(-1).view(torch.uint8)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 from aiosync.commit import commit
 from aiosync.defaults import DEFAULTS
 from aiosync.members import fan_out
+from aiosync.version import renamed
 from statemachines.tables import Trigger, Weights
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class ClientProxy:
         this = engine.admission.current
         if this is not None:
             engine.next_round(this)
-        await engine.machine.pass_gates(Trigger.START)
+        await engine.machine.pass_gates(Trigger.START, **self._facts())
         engine.machine.fire(Trigger.START, **self._facts())
         await self._all("start", "start_weight_update")
 
@@ -45,16 +46,15 @@ class ClientProxy:
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         engine = self._engine
         this = engine.admission.current
+        if this is not None and weight_version is not None:
+            this.version = renamed(this.version, weight_version)
         engine.machine.fire(Trigger.FINALIZE, **self._facts())
-        await engine.machine.pass_gates(Trigger.COMPLETE)
-        label = weight_version
-        if label is None and this is not None:
-            label = this.label
+        await engine.machine.pass_gates(Trigger.COMPLETE, **self._facts())
         if this is None:
-            await self._all("finish", "finish_weight_update", label)
+            await self._all("finish", "finish_weight_update", weight_version)
         else:
             this.phase, this.sent_finish = "finish", True
-            await commit(this, label)
+            await commit(this)
             engine.committed(this)
         engine.machine.fire(Trigger.COMPLETE, weights=Weights.INTACT, **self._facts())
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 
+from aiosync.agreement import Holding
 from aiosync.concurrency import first_line
 from aiosync.errors import RoundCancelled, Validation
 from aiosync.messages import ErrorInfo, error_info, to_error
@@ -38,6 +39,7 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True):
     at: str
     stop: ErrorInfo | None = None
     facts: dict[str, str] = {}
+    holding: Holding | None = None
     report: Report | None = None
 
 
@@ -86,12 +88,18 @@ class TrainerRanks:
             if self._reason is None:
                 self._reason = reason or RoundCancelled(f"rank {self.rank} was cancelled")
 
-    def meet(self, at: str, facts: dict[str, str] | None = None) -> None:
+    def meet(
+        self, at: str, facts: dict[str, str] | None = None, holding: Holding | None = None
+    ) -> list[Holding]:
         """Agree to go on.
 
         Args:
             at: Where this rank is; all must be at the same place.
             facts: Things that must be equal on all ranks, by name.
+            holding: What this rank contributes.
+
+        Returns:
+            What each rank contributes, by rank, where they said it.
 
         Raises:
             The reason of the lowest rank that wants to stop; on that rank, the reason itself.
@@ -103,8 +111,10 @@ class TrainerRanks:
         if self.size == 1:
             if reason is not None:
                 raise reason
-            return
-        self._settle(self._exchange(at, reason, facts or {}, None), reason)
+            return [] if holding is None else [holding]
+        words = self._exchange(at, reason, facts or {}, holding=holding)
+        self._settle(words, reason)
+        return [word.holding for word in words if word.holding is not None]
 
     def say_stop(self, at: str, reason: BaseException) -> None:
         """Tell the others why this rank leaves; they learn it at the meeting they are in.
@@ -112,7 +122,7 @@ class TrainerRanks:
         A no-op where they left together, or where there are none.
         """
         if self.size > 1 and not self.parted:
-            self._exchange(at, reason, {}, None)
+            self._exchange(at, reason, {})
 
     def conclude(self, report: Report | None) -> Report | None:
         """The last meeting: rank 0 brings the report, all leave with it."""
@@ -120,7 +130,7 @@ class TrainerRanks:
             reason = self._reason if self.rank else None  # rank 0 has committed: too late to stop
         if self.size == 1:
             return report
-        words = self._exchange("end", reason, {}, report)
+        words = self._exchange("end", reason, {}, report=report)
         if words[0].report is None:
             self._settle(words, reason)
         return words[0].report
@@ -130,12 +140,14 @@ class TrainerRanks:
         at: str,
         reason: BaseException | None,
         facts: dict[str, str],
-        report: Report | None,
+        *,
+        holding: Holding | None = None,
+        report: Report | None = None,
     ) -> list[_Word]:
         info = None if reason is None else _info(reason)
-        word = msgspec.json.encode(_Word(at=at, stop=info, facts=facts, report=report))
+        word = _Word(at=at, stop=info, facts=facts, holding=holding, report=report)
         try:
-            parts = self._star.exchange(word, deadline=self.deadline)
+            parts = self._star.exchange(msgspec.json.encode(word), deadline=self.deadline)
             words = [_WORD.decode(part) for part in parts]
         except BaseException:
             self.parted = True  # whatever it was, the ranks are out of step now

@@ -7,21 +7,59 @@ import secrets
 import socket
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
+from aiosync.budget import check_seconds
+from aiosync.concurrency import run_legs
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import AiosyncError
+from aiosync.errors import AiosyncError, Busy, PhaseTimeout
 from aiosync.members import MemberLink, fan_out, opened
 from aiosync.messages import PROTOCOL, RoundHeader
 from aiosync.watchable import BUSY
+from statemachines.tables import State, Trigger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiosync.trainer import TrainerWeightTransferEngine
 
+_JOIN_LINGER_S = 0.1  # for a member's own answer, when the join has failed
+
 
 def owner_name() -> str:
     """A name for this trainer that no other one has."""
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+
+
+async def open_channel(engine: TrainerWeightTransferEngine[Any], timeout: float | None) -> None:
+    """Meet all members in time and flip; whatever goes wrong frees the channel."""
+    limit = DEFAULTS.admit_s if timeout is None else check_seconds(timeout, "timeout")
+    if engine.is_opening or engine.admission.leaving is not None:
+        what = engine.admission.leaving or "an initialize"
+        raise Busy(f"{what} of this engine is under way", phase="init", detail=engine.standing())
+    engine.is_opening = True
+    try:
+        await engine.machine.pass_gates(Trigger.INITIALIZE)
+        await _open(engine, limit)
+    finally:
+        engine.is_opening = False
+
+
+async def _open(engine: TrainerWeightTransferEngine[Any], limit: float) -> None:
+    try:
+        with anyio.move_on_after(limit) as scope:
+            async with opened(engine.links):
+                await meet(engine)
+        if scope.cancelled_caught:
+            raise PhaseTimeout(f"init took longer than its {limit:g} s", phase="init")
+        if engine.admission.leaving is not None:
+            raise engine.wrong_order("initialize")  # closed meanwhile
+        engine.machine.fire(Trigger.INITIALIZE)
+    except BaseException as error:
+        engine.dispose()
+        if engine.state is State.IDLE:
+            engine.machine.fire(Trigger.FAIL, phase="init", error=error)
+        raise
 
 
 async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:
@@ -31,12 +69,17 @@ async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:
     """
     await fan_out(engine.links, MemberLink.probe, phase="init", linger=DEFAULTS.cleanup_s)
     engine.check_peers()
+    await engine.host_rendezvous()
     payload = engine.get_worker_init_payload() if engine.is_sender else {}
 
     def info_of(link: MemberLink) -> dict[str, Any]:
         return {**payload, **engine.member_payload(link)}
 
-    await initialise(engine.links, info_of, owner=engine.owner, lease_s=engine.lease_s)
+    async def init() -> None:
+        await initialise(engine.links, info_of, owner=engine.owner, lease_s=engine.lease_s)
+
+    # At once: a member answers when it has joined, and can join when this side does.
+    await run_legs(init, engine.join, linger=_JOIN_LINGER_S)
 
 
 async def initialise(

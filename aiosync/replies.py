@@ -129,6 +129,25 @@ def _refuse_denials(raw: RawReply, message: dict[str, Any], phase: str, replica:
             raise to_error(info, replica=replica, phase=phase)
 
 
+def refuse_denial(reply: Any, *, replica: str, phase: str) -> None:
+    """A client of the caller's own returned what says that it failed.
+
+    ``None``, a `Reply` and anything else that denies nothing are fine: such clients raise.
+
+    Raises:
+        RemoteError: False, ``(False, text)``, or an object as `read_reply` refuses it.
+    """
+    if isinstance(reply, dict):
+        raw = RawReply(status=HTTPStatus.OK, headers={}, body=b"", url=replica)
+        _refuse_denials(raw, reply, phase, replica)
+        return
+    first, *rest = reply if isinstance(reply, tuple) and reply else (reply,)
+    if first is False:
+        text = f"the client returned {reply!r}" if not rest else str(rest[0])
+        info = ErrorInfo(message=f"reports a failure: {text}"[: 2 * SHOWN], status=HTTPStatus.OK)
+        raise to_error(info, replica=replica, phase=phase)
+
+
 def _sub_results(message: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for key, value in message.items():

@@ -30,13 +30,21 @@ def make_report(round: Round, error: BaseException | None, *, took: float) -> Re
         members=[_member(link, committed=error is None) for link in round.links],
         digest=summary.digest if summary is not None else None,
         verified=summary is not None and summary.digest is not None,
-        left_out=list(getattr(engine.source, "left_out", None) or ()),
+        left_out=_left_out(round, error),
         notes=list(round.notes),
         recovered=round.recovered,
     )
     if error is not None:
         _attach(collapse(error), report, round)
     return report
+
+
+def _left_out(round: Round, error: BaseException | None) -> list[str]:
+    if round.feed is not None:
+        return round.feed.left_out
+    if error is not None:
+        return []  # an unread source may have to run a collective to answer, not on the loop
+    return list(getattr(round.engine.source, "left_out", None) or ())
 
 
 def _outcome(round: Round, error: BaseException | None) -> str:

@@ -9,7 +9,6 @@ can carry another round) or to ``failed``. Sending finish is the point of no ret
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import anyio
 
+from aiosync.agreement import check_holdings, facts_of, holding_of
 from aiosync.commit import commit
 from aiosync.concurrency import Milestone, collapse, run_legs
 from aiosync.defaults import DEFAULTS
@@ -25,11 +25,11 @@ from aiosync.giving_up import abort_members, give_up
 from aiosync.liveness import kept_alive, watch_stall
 from aiosync.members import MemberLink, fan_out, opened
 from aiosync.messages import PROTOCOL, RoundHeader
-from aiosync.metadata import metadata_digest
+from aiosync.rendezvous import meet
 from aiosync.reporting import make_report
 from aiosync.source_pass import SourcePass
 from aiosync.streaming import pass_along
-from statemachines.tables import Trigger, Weights
+from statemachines.tables import State, Trigger, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from aiosync.budget import Budget
     from aiosync.feed import SourceFeed
     from aiosync.report import Report
+    from aiosync.source_side import SourceSide
     from aiosync.trainer import TrainerWeightTransferEngine
     from aiosync.version import Version
     from transports.planning import Plan
@@ -54,8 +55,10 @@ class Round:
         budget: Budget,
         *,
         rollback: bool,
+        source_side: SourceSide | None = None,
     ) -> None:
         self.engine = engine
+        self.source_side = source_side or engine.source_side
         self.version = version
         self.budget = budget
         self.rollback = rollback
@@ -112,6 +115,7 @@ class Round:
             self.report = self.agreed or make_report(self, None, took=self.elapsed)
             return self.report
         finally:
+            await self.source_side.retire(seconds=self.budget.cleanup / 2)
             self.released.set()
             self.over.set()
 
@@ -137,10 +141,10 @@ class Round:
     async def _phases(self) -> None:
         engine = self.engine
         with self._timed("admit", self.budget.admit or DEFAULTS.admit_s):
-            await engine.ensure_initialized(self)
+            await engine.cycle.ensure_initialized(self)
             await self._validate()
             await engine.machine.pass_gates(Trigger.START, version=self.label)
-            await self._meet("admit", self._must_agree())
+            await self._agree()
         engine.next_round(self)
         engine.machine.fire(Trigger.START, round=self.number, version=self.label)
         if engine.is_sender:
@@ -163,9 +167,9 @@ class Round:
             await self._finish()
 
     async def _validate(self) -> None:
-        engine, grace = self.engine, self.budget.cleanup / 2
-        self.feed = await engine.source_side.open_feed(grace=grace)
-        self.plan = await engine.source_side.open_plan(self.feed, engine.make_plan, grace=grace)
+        side, grace = self.source_side, self.budget.cleanup / 2
+        self.feed = await side.open_feed(grace=grace)
+        self.plan = await side.open_plan(self.feed, self.engine.make_plan, grace=grace)
 
     def validated(self) -> tuple[SourceFeed, Plan]:
         """Feed and plan; there from the first flip on."""
@@ -181,20 +185,18 @@ class Round:
         alone = self.engine.ranks.size == 1
         return self.budget.cleanup / 2 if alone else self.budget.stall
 
-    def _must_agree(self) -> dict[str, str]:
+    async def _agree(self) -> None:
+        """All ranks send the same, and every tensor is held by a rank that sends."""
         feed, _ = self.validated()
-        return {
-            "metadata": metadata_digest(feed.metadata),
-            "layer groups": hashlib.sha256(repr(feed.group_cut()).encode()).hexdigest()[:32],
-            "version": f"{self.label} (order {self.version.order})",
-        }
+        engine, ranks = self.engine, self.engine.ranks
 
-    async def _meet(self, at: str, facts: dict[str, str]) -> None:
-        ranks = self.engine.ranks
-        if ranks.size > 1:
-            await self.engine.source_lane.run(
-                ranks.meet, at, facts, abort=ranks.abort, grace=self.source_grace
-            )
+        def agree() -> None:
+            facts = {**facts_of(feed), "version": f"{self.label} (order {self.version.order})"}
+            mine = holding_of(feed, sends=engine.is_sender)
+            holdings = ranks.meet("admit", facts, mine)
+            check_holdings(feed.metadata, holdings, backend=engine.backend_name)
+
+        await engine.source_lane.run(agree, abort=ranks.abort, grace=self.source_grace)
 
     async def _take_part(self) -> None:
         feed, _ = self.validated()
@@ -231,13 +233,15 @@ class Round:
             self.notes.append(f"initialised again, a worker had restarted: {error.message}")
             self.recovered = True
             await abort_members(self, error)  # those whose start went through
-            await self.engine.rejoin()
+            await meet(self.engine)  # it, and all others, get a new epoch
             await self._all("start_weight_update")
 
     async def _peer_restarted(self) -> bool:
         able = [link for link in self.links if link.speaks_ours]
         await fan_out(able, MemberLink.probe, phase="start", linger=self.budget.cleanup)
-        return any(link.restarted for link in able)
+        # One that was shut down from elsewhere has lost its channel as well.
+        lost = (State.IDLE, State.FAILED)
+        return any(link.restarted or (link.peer and link.peer.state in lost) for link in able)
 
     async def _transfer(self) -> None:
         payload = self.engine.update_payload(self)

@@ -60,6 +60,8 @@ class Session:
         lease: Seconds without a sign of life after which the session ends itself.
         on_end: Called once, synchronously, with the error that ended the session or None.
         progress: Monotonic time of the last byte that arrived, read by the lease.
+        leave: Awaited before `on_end` of a session that failed: what has to be told elsewhere
+            before the verdict is known. It must limit itself; what it raises is its own affair.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Session:
         lease: float,
         on_end: Callable[[BaseException | None], None],
         progress: Callable[[], float] = lambda: -math.inf,
+        leave: Callable[[BaseException], Awaitable[None]] | None = None,
     ) -> None:
         self.number = number
         self.lease = lease
@@ -77,6 +80,7 @@ class Session:
         """While true the lease does not run: the round is past its point of no return."""
         self._on_end = on_end
         self._progress = progress
+        self._leave = leave
         self._renewed = time.monotonic()
         self._current: _Job | None = None
         self._waiting: list[_Job] = []
@@ -108,7 +112,11 @@ class Session:
         except BaseException as error:  # noqa: BLE001  recorded and handed to every waiter below
             self.error = self._reason or collapse(error)
         finally:
-            self._end()
+            try:
+                if self.error is not None and self._leave is not None:
+                    await self._leave(self.error)
+            finally:
+                self._end()
 
     def ensure_over(self) -> None:
         """End the session if the task that should have run it never began (the loop ended)."""
@@ -233,6 +241,7 @@ class Session:
                 cause.message,
                 phase=cause.phase,
                 tensor=cause.tensor,
+                rank=cause.rank,
                 round=cause.round,
                 weights=cause.weights,
             )

@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from aiosync.crash_marker import CrashMarker
 from aiosync.errors import Busy, Coverage, InvalidTransition, Torn, Validation
 from aiosync.metadata import first_few, meta_nbytes, validate_metadata
-from aiosync.module_layout import compact
+from aiosync.module_layout import bit_equal
 from aiosync.targets import Destinations, Matcher, model_tensors
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
+    from aiosync.lane_calls import LaneCalls
     from aiosync.metadata import ParamMeta
+    from aiosync.version import Version
 
 
 _NOTHING = Destinations([], [], [], 0)
@@ -37,6 +41,7 @@ class Sink(ABC):
         applied, skipped: Announced tensors of the last round that this model has or has not.
         left_out: Names of the model that the last round did not cover (buffers; with
             ``partial``, whole modules).
+        target: The version that the next commit makes visible; set by the engine.
     """
 
     mode: ClassVar[str]
@@ -47,19 +52,20 @@ class Sink(ABC):
         *,
         device: torch.device | str | None = None,
         after_load: Callable[[], object] | None = None,
+        marker: str | Path | None = None,
     ) -> None:
         self.model = model
         self.device = torch.device("cpu" if device is None else device)
         self.after_load = after_load
-        self.weights = Weights.INTACT
+        self.marker = None if marker is None else CrashMarker(marker)
+        crashed = self.marker is not None and self.marker.is_set
+        self.weights = Weights.TORN if crashed else Weights.INTACT
         self.applied = 0
         self.skipped = 0
         self.left_out: list[str] = []
+        self.target: Version | None = None
         self._loader: Callable[[Iterable[tuple[str, torch.Tensor]]], object] | None = None
-        if callable(getattr(model, "load_weights", None)):
-            self._loader = model.load_weights
-        else:
-            model_tensors(model)  # a model of the wrong kind is told now
+        self._adopt(model)
         self._matcher = Matcher()
         self._metadata: list[ParamMeta] = []
         self._found = _NOTHING
@@ -92,10 +98,7 @@ class Sink(ABC):
         metas = validate_metadata(metadata)
         if partial and self.weights != Weights.INTACT:
             raise Torn("a partial update cannot mend these weights", weights=self.weights)
-        if self._loader is None:
-            found = self._matcher.find(self.model, metas, aliases or {}, partial=partial)
-        else:
-            found = Destinations([[] for _ in metas], [], [], 0)
+        found = self._find(metas, aliases or {}, partial=partial)
         self._prepare(metas, found)
         self._metadata, self._found = metas, found
         self._landed = [False] * len(metas)
@@ -151,7 +154,7 @@ class Sink(ABC):
                 weights=self.weights,
             )
         for first, later in self._found.ties:
-            if not _bit_equal(self._handed[first], self._handed[later]):
+            if not bit_equal(self._handed[first], self._handed[later]):
                 one, two = self._metadata[first].name, self._metadata[later].name
                 raise Coverage(
                     f"{one} and {two} are one tensor here, but arrived with different values",
@@ -170,14 +173,23 @@ class Sink(ABC):
         try:
             self._apply()
             if self.after_load is not None:
-                _refuse_awaitable(self.after_load(), "after_load")
-            self.weights = Weights.INTACT
+                refuse_awaitable(self.after_load(), "after_load")
+            self._mend()
         finally:
             self._end()
 
     def abort(self) -> None:
         """End the round without a commit; fine at any time, also when there is none."""
         self._end()
+
+    def attach(self, calls: LaneCalls) -> None:  # noqa: B027 -- most kinds never call the loop
+        """How this round's calls on the lane reach the event loop; called by the engine."""
+
+    def interrupt(self) -> None:  # noqa: B027 -- most kinds never wait
+        """Unblock a call that waits for the event loop; from a thread of its own."""
+
+    async def withdraw(self) -> None:  # noqa: B027 -- most kinds have nothing to await
+        """What giving up has to await, on the loop, before `abort`; the caller limits it."""
 
     def release(self) -> None:  # noqa: B027 -- most kinds of sink have nothing to give back
         """Give spare memory back. Also for when an aborted round's writer may still be writing."""
@@ -204,6 +216,32 @@ class Sink(ABC):
     def _apply(self) -> None:
         """Write what the model does not have yet; sets the weights torn before that."""
 
+    def _adopt(self, model: Any) -> None:
+        """Find out how `model` is written; one of the wrong kind is told now."""
+        if callable(getattr(model, "load_weights", None)):
+            self._loader = model.load_weights
+        else:
+            model_tensors(model)
+
+    def _find(
+        self, metas: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool
+    ) -> Destinations:
+        if self._loader is None:
+            return self._matcher.find(self.model, metas, aliases, partial=partial)
+        return Destinations([[] for _ in metas], [], [], 0)
+
+    def _tear(self) -> None:
+        """From here on the model may be a mix; called before each write, cheap but the first."""
+        if self.marker is not None and self.weights != Weights.TORN:
+            self.marker.set()
+        self.weights = Weights.TORN
+
+    def _mend(self) -> None:
+        """The model is one version again."""
+        if self.marker is not None:
+            self.marker.clear()
+        self.weights = Weights.INTACT
+
     def _end(self) -> None:
         self._open = False
         self._handed.clear()
@@ -224,39 +262,35 @@ class Sink(ABC):
         with torch.inference_mode(False):  # never an inference tensor: others write to it
             return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
-    def _load(self, indices: Sequence[int]) -> None:
+    def _load(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Give tensors to the model's own loader; it may keep them."""
-        if self._loader is None or not indices:
+        if self._loader is None or not pairs:
             return
         taken = 0
 
         def arrived() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal taken
-            for index in indices:
+            for pair in pairs:
                 taken += 1
-                yield self._metadata[index].name, self._handed[index]
+                yield pair
 
-        self.weights = Weights.TORN
+        self._tear()
         with torch.no_grad():
-            _refuse_awaitable(self._loader(arrived()), "load_weights")
-        if taken < len(indices):
-            name = self._metadata[indices[taken]].name
+            refuse_awaitable(self._loader(arrived()), "load_weights")
+        if taken < len(pairs):
+            name = pairs[taken][0]
             raise Coverage(
-                f"load_weights took {taken} of {len(indices)} tensors and left {name}",
+                f"load_weights took {taken} of {len(pairs)} tensors and left {name}",
                 tensor=name,
                 weights=self.weights,
             )
 
-
-def _bit_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return torch.equal(_bytes(one), _bytes(two))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return compact(tensor).reshape(-1).view(torch.uint8)
+    def _pairs(self, indices: Iterable[int]) -> list[tuple[str, torch.Tensor]]:
+        return [(self._metadata[index].name, self._handed[index]) for index in indices]
 
 
-def _refuse_awaitable(result: object, what: str) -> None:
+def refuse_awaitable(result: object, what: str) -> None:
+    """Close and refuse what an ``async def`` gave to a caller that cannot await."""
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()

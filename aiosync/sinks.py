@@ -1,10 +1,13 @@
-"""How a model takes weights: staged and swapped in, or in place as they arrive."""
+"""How a model takes weights: staged and swapped in, in place as they arrive, or by layer."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from aiosync.config import SINKS
+from aiosync.crash_marker import CrashMarker
 from aiosync.errors import Validation
+from aiosync.layerwise import LayerwiseSink
 from aiosync.metadata import meta_nbytes
 from aiosync.sink_base import Sink
 from aiosync.spare import Arena, needed_memory
@@ -13,13 +16,14 @@ from statemachines.tables import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     import torch
 
     from aiosync.metadata import ParamMeta
     from aiosync.targets import Destinations
 
-__all__ = ["InPlaceSink", "Sink", "StagedSink", "make_sink"]
+__all__ = ["InPlaceSink", "LayerwiseSink", "Sink", "StagedSink", "build_sink", "make_sink"]
 
 
 class StagedSink(Sink):
@@ -39,8 +43,9 @@ class StagedSink(Sink):
         *,
         device: torch.device | str | None = None,
         after_load: Callable[[], object] | None = None,
+        marker: str | Path | None = None,
     ) -> None:
-        super().__init__(model, device=device, after_load=after_load)
+        super().__init__(model, device=device, after_load=after_load, marker=marker)
         self._arena = Arena(self.device)
         self._staged: dict[int, torch.Tensor] = {}
 
@@ -73,7 +78,7 @@ class StagedSink(Sink):
     def _apply(self) -> None:
         if self._loader is not None:
             try:
-                self._load(range(len(self._metadata)))
+                self._load(self._pairs(range(len(self._metadata))))
             finally:
                 self.release()
             return
@@ -82,7 +87,7 @@ class StagedSink(Sink):
             for index, targets in enumerate(self._found.writes)
             for target in targets
         ]
-        self.weights = Weights.TORN
+        self._tear()
         write(copies)
 
 
@@ -114,11 +119,11 @@ class InPlaceSink(Sink):
         targets = self._found.writes[index]
         if not targets or not self._direct(targets[0]):
             return self._scratch(index)
-        self.weights = Weights.TORN  # from here on others may write to it at any time
+        self._tear()  # from here on others may write to it at any time
         return targets[0]
 
     def _take(self, indices: list[int]) -> None:
-        self._load(indices)
+        self._load(self._pairs(indices))
         copies = [
             (target, self._handed[index])
             for index in indices
@@ -126,7 +131,7 @@ class InPlaceSink(Sink):
             if target is not self._handed[index]
         ]
         if copies:
-            self.weights = Weights.TORN
+            self._tear()
             write(copies)
         for index in indices:
             if index not in self._tied:  # tied ones are compared at the end
@@ -142,21 +147,68 @@ def make_sink(
     device: torch.device | str | None = None,
     *,
     after_load: Callable[[], object] | None = None,
+    marker: str | Path | None = None,
 ) -> Sink:
     """A sink for a module, a dict of tensors, or an object with ``load_weights(iterable)``.
 
     Args:
         model: Written in its own storage: addresses, strides and ``requires_grad`` stay. One
             that has ``load_weights`` is only ever written through it.
-        mode: ``"staged"`` or ``"in_place"``.
+        mode: ``"staged"``, ``"in_place"`` or ``"layerwise"``.
         device: Where tensors arrive; the CPU unless given.
         after_load: Called without arguments once per commit, after the last write.
+        marker: File that exists while the weights are torn (`CrashMarker`); one that is there
+            already makes the sink begin as torn.
 
     Raises:
-        Validation: No such mode.
+        Validation: No such mode, or no folder for the marker.
         TypeError: No such kind of model.
     """
-    for kind in (StagedSink, InPlaceSink):
+    for kind in (StagedSink, InPlaceSink, LayerwiseSink):
         if kind.mode == mode:
-            return kind(model, device=device, after_load=after_load)
-    raise Validation(f'sink mode must be "staged" or "in_place", not {mode!r}')
+            return kind(model, device=device, after_load=after_load, marker=marker)
+    modes = ", ".join(f'"{mode}"' for mode in SINKS)
+    raise Validation(f"sink mode must be one of {modes}, not {mode!r}")
+
+
+def build_sink(
+    config: Any, model: Any, device: torch.device | str | None, *, is_own: bool = True
+) -> Sink:
+    """The sink that ``config.sink`` asks for: a mode, a sink, or a factory of sinks.
+
+    Args:
+        config: A `WeightTransferConfig`, or any object.
+        model, device: As for `make_sink`.
+        is_own: Whether `model` is the engine's own. Another one (a draft) has no crash marker,
+            and a sink that was given ready made is not for it.
+
+    Raises:
+        Validation: The one sink that was given is for another model.
+        TypeError: The factory made something else.
+    """
+    given = getattr(config, "sink", "staged")
+    if isinstance(given, str):
+        marker = getattr(config, "marker", None) if is_own else None
+        return make_sink(model, given, device, marker=marker)
+    if isinstance(given, Sink):
+        if not is_own:
+            raise Validation("config.sink is one sink: for several models give a factory")
+        return given
+    made = given(model, device)
+    if not isinstance(made, Sink):
+        raise TypeError(f"config.sink made no Sink but {type(made).__name__}")
+    return made
+
+
+def sink_name(config: Any) -> str:
+    """What ``config.sink`` is called in replies."""
+    given = getattr(config, "sink", "staged")
+    return given if isinstance(given, str) else str(getattr(given, "mode", "custom"))
+
+
+def first_weights(config: Any) -> Weights:
+    """What a model holds before the first round: torn where a swap never ended."""
+    given, marker = getattr(config, "sink", None), getattr(config, "marker", None)
+    if isinstance(given, Sink):
+        return given.weights
+    return Weights.TORN if marker is not None and CrashMarker(marker).is_set else Weights.INTACT

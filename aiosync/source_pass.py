@@ -57,6 +57,7 @@ class SourcePass:
                 while due > 0 and (batch := next(batches, None)) is not None:
                     due -= len(batch)
                     self._hand_over(batch)
+                    del batch  # a gathered layer must not outlive the next one's gather
             self._ranks.meet("end of pass")
             for batch in batches:  # raises: the source yields more than it announced
                 self._hand_over(batch)
@@ -71,6 +72,7 @@ class SourcePass:
                 while due > 0 and (batch := await anext(batches, None)) is not None:
                     due -= len(batch)
                     await lane.run(self._hand_over, batch, abort=self.abort, grace=grace)
+                    del batch
             await lane.run(self._ranks.meet, "end of pass", abort=self.abort, grace=grace)
             async for batch in batches:  # raises: the source yields more than it announced
                 await lane.run(self._hand_over, batch, abort=self.abort, grace=grace)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
+from aiosync import passes
+from aiosync.concurrency import run_to_end
 from aiosync.errors import Validation
 from aiosync.feed import SourceFeed
+from aiosync.iterator_source import IteratorSource
+from aiosync.push import PushSource
+from aiosync.sources import ModuleSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,11 +57,15 @@ class SourceSide:
         source = self.source
         if source is None:
             raise Validation(f"{self._name} was made without a source", phase="admit")
+        if isinstance(source, IteratorSource):
+            source.claim()
 
         def read() -> tuple[Any, SourceFeed]:
             # A cached metadata list is the same object again: then nothing has to be checked anew.
+            if isinstance(source, ModuleSource):
+                source.notice_changes()
             announced, known = source.metadata, self._feed
-            if known is not None and announced is known[0]:
+            if known is not None and announced is known[0] and known[1].announces(announced):
                 return known
             return announced, SourceFeed(source, rank=self._rank)
 
@@ -69,6 +79,31 @@ class SourceSide:
         if self._plan is None or self._plan[0] is not feed:
             self._plan = (feed, await self.lane.run(make, feed, grace=grace))
         return self._plan[1]
+
+    async def retire(self, *, seconds: float) -> None:
+        """The round is over: an iterator that no pass has begun is closed, too."""
+        if not isinstance(self.source, IteratorSource):
+            return
+        left = self.source.unclaim()
+
+        async def close() -> None:
+            if hasattr(left, "__aiter__"):
+                await passes.aclose(left)
+            else:
+                await self.lane.run(passes.close, left, grace=seconds)
+
+        if left is not None:
+            await run_to_end(close, seconds=seconds)
+
+    @cached_property
+    def pushed(self) -> SourceSide:
+        """The same thread with a source that a caller pushes tensors into."""
+        return SourceSide(
+            PushSource(self.source),
+            name=self._name,
+            rank=self._rank,
+            lane_factory=lambda _: self.lane,
+        )
 
     def close(self) -> None:
         """Let the thread end once it is idle."""

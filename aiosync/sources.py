@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from functools import cached_property
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-from aiosync.metadata import layer_runs
+from aiosync.metadata import first_few, layer_runs
 from aiosync.module_layout import (
     compact,
     full_piece,
@@ -21,6 +22,7 @@ from aiosync.module_layout import (
     live_tensors,
     local_piece,
     opens_async,
+    outline,
 )
 from aiosync.passes import each_alone, flattened
 from statemachines.errors import Validation
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from aiosync.passes import Batches, Pair, Pairs
 
 Session: TypeAlias = AbstractContextManager[Any] | AbstractAsyncContextManager[Any]
+_METHODS = (FunctionType, MethodType, staticmethod, classmethod)
 _Fetch: TypeAlias = Callable[[torch.Tensor, torch.dtype | None], torch.Tensor | None]
 
 
@@ -157,6 +160,18 @@ class ModuleSource(WeightSource):
         """Names of the module that are not sent: buffers, and what `rename` drops."""
         return self._layout.left_out
 
+    def notice_changes(self) -> None:
+        """Describe the module anew if its names, ties, dtypes or shapes are not as announced.
+
+        Called before each round. With a session the module is looked at only inside of it: there
+        a pass over a changed module raises `Validation`, and the round after that one sends it.
+        """
+        known = self.__dict__.get("_layout")
+        if known is None or self.session is not None:
+            return
+        if outline(live_tensors(self.module)) != known.outline:
+            self._forget()
+
     def iter_full(self) -> Pairs:
         return self._each(full_piece)
 
@@ -228,6 +243,8 @@ class ModuleSource(WeightSource):
         self, layout: Layout, fetch: _Fetch, groups: list[list[str]]
     ) -> Iterator[list[Pair]]:
         live = live_tensors(self.module)
+        if not self.is_async and outline(live) != layout.outline:
+            raise self._changed(live, layout)
         dtypes = {meta.name: None if self.dtype is None else meta.dtype for meta in layout.metadata}
 
         def pairs(group: list[str]) -> Iterator[Pair]:
@@ -245,6 +262,20 @@ class ModuleSource(WeightSource):
                 yield batch
             del batch  # a gathered layer must not outlive the next one's gather
 
+    def _changed(self, live: dict[str, torch.Tensor], layout: Layout) -> Validation:
+        self._forget()
+        now = outline(live)
+        names = {entry[0] for entry in set(now) ^ set(layout.outline)}
+        gone = sorted(names - live.keys())
+        text = f"the module is not as announced: {first_few(sorted(names))} changed"
+        if gone:
+            text = f"{first_few(gone)} is no longer in the module"
+        return Validation(text, tensor=min(gone or names, default=None))
+
+    def _forget(self) -> None:
+        for name in ("metadata", "_layout"):
+            self.__dict__.pop(name, None)
+
 
 def as_source(obj: Any) -> SourceLike:
     """`obj` as a source: a source as it is, a module wrapped in `ModuleSource`.
@@ -257,9 +288,10 @@ def as_source(obj: Any) -> SourceLike:
     if isinstance(obj, nn.Module):
         return ModuleSource(obj)
     metadata = inspect.getattr_static(obj, "metadata", None)  # not read: may be a collective
-    if metadata is not None and callable(getattr(obj, "iter_full", None)):
-        if inspect.isfunction(metadata) or inspect.ismethod(metadata):
-            raise TypeError(f"{type(obj).__name__}.metadata is a method: wrap it in LegacySource")
+    is_iterable = callable(getattr(obj, "iter_full", None))
+    if isinstance(metadata, _METHODS) and (is_iterable or hasattr(obj, "__iter__")):
+        raise TypeError(f"{type(obj).__name__}.metadata is a method: wrap it in LegacySource")
+    if metadata is not None and is_iterable:
         return obj  # type: ignore[no-any-return] # just checked
     raise TypeError(
         f"{type(obj).__name__} is no source: give a torch.nn.Module, a WeightSource, or an object "

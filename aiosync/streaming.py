@@ -74,11 +74,15 @@ async def stream_in(
 ) -> StreamSummary:
     """Receive one round into `sink`; `prepare` (blocking) opens the sink first."""
 
+    def abort() -> None:
+        receiver.abort()
+        sink.interrupt()
+
     def drive() -> StreamSummary:
         prepare()
         return receiver.receive(plan, sink.destination, sink.landed, round=round, stall=stall)
 
     try:
-        return await lane.run(drive, abort=receiver.abort, grace=grace)
+        return await lane.run(drive, abort=abort, grace=grace)
     finally:
         receiver.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from aiosync.errors import Coverage, Validation
 from aiosync.metadata import dtype_name, first_few
 from aiosync.module_layout import compact, is_dtensor, live_tensors
+from aiosync.overlaps import check_disjoint, overlaps_itself, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -96,22 +96,23 @@ class Matcher:
                 sharded, sharing memory with another one).
         """
         found = model_tensors(model)
-        regions = {name: _region(tensor) for name, tensor in found.tensors.items()}
+        regions = {name: region_of(tensor) for name, tensor in found.tensors.items()}
         key = (metadata, dict(aliases), partial, found.required, regions)
         if key != self._key:
             self._match = _matched(found, regions, metadata, aliases, partial=partial)
             self._key = key
         names, ties, left_out, skipped = self._match
-        writes = [[_writable(found.tensors[name]) for name in group] for group in names]
+        writes = [[writable(found.tensors[name]) for name in group] for group in names]
         return Destinations(writes, ties, left_out, skipped)
 
 
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as `write` takes it."""
     tensor = tensor.detach()
     return compact(tensor) if tensor.is_contiguous() else tensor
 
 
-def _region(tensor: torch.Tensor) -> tuple[Any, ...]:
+def region_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for names that are the very same memory, seen the same way."""
     if is_lazy(tensor):
         return (id(tensor),)
@@ -140,10 +141,10 @@ def _matched(
         [name for name in (meta.name, *further.get(meta.name, ())) if name in model.tensors]
         for meta in metadata
     ]
-    left_out = _check_coverage(model, regions, metadata, named, partial=partial)
+    left_out = check_coverage(model, regions, metadata, named, partial=partial)
     for meta, names in zip(metadata, named, strict=True):
         for name in names:
-            _check_tensor(name, model.tensors[name], meta)
+            check_tensor(name, model.tensors[name], meta)
     firsts: dict[tuple[Any, ...], tuple[int, str]] = {}
     ties: list[tuple[int, int]] = []
     for index, names in enumerate(named):
@@ -151,12 +152,12 @@ def _matched(
             first, _ = firsts.setdefault(regions[name], (index, name))
             if first != index:
                 ties.append((first, index))
-    _check_disjoint([_span(name, model.tensors[name]) for _, name in firsts.values()])
+    check_disjoint([span_of(name, model.tensors[name]) for _, name in firsts.values()])
     writers = [[n for n in names if firsts[regions[n]][1] == n] for names in named]
     return _Match(writers, ties, left_out, sum(not names for names in named))
 
 
-def _check_coverage(
+def check_coverage(
     model: Model,
     regions: Mapping[str, tuple[Any, ...]],
     metadata: Sequence[ParamMeta],
@@ -164,6 +165,12 @@ def _check_coverage(
     *,
     partial: bool,
 ) -> list[str]:
+    """Names of the model that no tensor goes to; raises where one of them had to.
+
+    Args:
+        regions: `region_of` by name.
+        named: For each announced tensor, the names here that get it.
+    """
     hits = [name for names in named for name in names]
     unknown = [meta.name for meta, names in zip(metadata, named, strict=True) if not names]
     covered = {regions[name] for name in hits}
@@ -192,7 +199,10 @@ def _check_coverage(
     )
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, meta: ParamMeta) -> None:
+def check_tensor(
+    name: str, tensor: torch.Tensor, meta: ParamMeta, *, how: str = "announced"
+) -> None:
+    """Refuse a destination that cannot take what `meta` describes."""
     problem: str | None = None
     if is_lazy(tensor):
         problem = "not initialised yet (lazy module)"
@@ -203,71 +213,15 @@ def _check_tensor(name: str, tensor: torch.Tensor, meta: ParamMeta) -> None:
     elif tensor.layout is not torch.strided:
         problem = f"of layout {tensor.layout}; only strided tensors are written"
     elif tuple(tensor.shape) != meta.shape:
-        problem = f"of shape {tuple(tensor.shape)}, announced with {meta.shape}"
+        problem = f"of shape {tuple(tensor.shape)}, {how} with {meta.shape}"
     elif tensor.dtype != meta.dtype:
-        problem = f"{dtype_name(tensor.dtype)}, announced as {dtype_name(meta.dtype)}"
+        problem = f"{dtype_name(tensor.dtype)}, {how} as {dtype_name(meta.dtype)}"
     elif tensor.is_conj() or tensor.is_neg():
         problem = "a lazily conjugated or negated view, not memory of its own"
-    elif _overlaps_itself(tensor):
+    elif overlaps_itself(tensor):
         problem = f"expanded (strides {tensor.stride()}): its elements may share memory"
     if problem is not None:
         raise Validation(f"{name} is {problem}", tensor=name)
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return tensor.numel() > 0
-        reach += stride * (size - 1)
-    return False
-
-
-class _Span(NamedTuple):
-    device: str
-    start: int
-    end: int
-    name: str
-    tensor: torch.Tensor
-
-
-def _span(name: str, tensor: torch.Tensor) -> _Span:
-    reach = sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
-    nbytes = (reach + 1) * tensor.element_size() if tensor.numel() else 0
-    return _Span(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + nbytes, name, tensor)
-
-
-def _check_disjoint(spans: list[_Span]) -> None:
-    cluster: list[_Span] = []
-    end = 0
-    for span in sorted((s for s in spans if s.end > s.start), key=lambda span: span[:3]):
-        if cluster and (span.start >= end or span.device != cluster[0].device):
-            _check_cluster(cluster)
-            cluster, end = [], 0
-        cluster.append(span)
-        end = max(end, span.end)
-    _check_cluster(cluster)
-
-
-def _check_cluster(cluster: list[_Span]) -> None:
-    """Ranges that interleave are fine (columns of one matrix); shared bytes are not."""
-    if len(cluster) < 2:
-        return
-    base, end = cluster[0].start, max(span.end for span in cluster)
-    sizes = [span.tensor.element_size() for span in cluster]
-    unit = math.gcd(*sizes, *(span.start - base for span in cluster))
-    taken = torch.zeros((end - base) // unit, dtype=torch.bool)
-    for span, size in zip(cluster, sizes, strict=True):
-        strides = [stride * size // unit for stride in span.tensor.stride()]
-        view = taken.as_strided(
-            (*span.tensor.shape, size // unit), (*strides, 1), (span.start - base) // unit
-        )
-        if bool(view.any()):
-            others = first_few([other.name for other in cluster if other is not span])
-            raise Validation(
-                f"{span.name} shares part of its memory with {others}", tensor=span.name
-            )
-        view.fill_(True)
 
 
 def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -13,23 +13,23 @@ import secrets
 from abc import ABC
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-import anyio
-
 from aiosync.admission import NEXT, Admission
-from aiosync.budget import Budget
+from aiosync.budget import Budget, check_seconds
 from aiosync.concurrency import Supervisor, run_to_end
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import Busy, InvalidTransition, PhaseTimeout, Validation
-from aiosync.handle import Fate, WeightUpdate
+from aiosync.errors import Busy, Validation
+from aiosync.handle import in_background
 from aiosync.lane_calls import as_seen_here
-from aiosync.members import links_of, opened
+from aiosync.members import links_of
 from aiosync.overrides import is_inside, wrap_steps
 from aiosync.proxy import ClientProxy
+from aiosync.push import open_session
 from aiosync.ranks import TrainerRanks, gather_ranks
-from aiosync.rendezvous import meet, owner_name, say_goodbye
+from aiosync.rendezvous import open_channel, owner_name, say_goodbye
 from aiosync.source_side import SourceSide
 from aiosync.sources import as_source
 from aiosync.trainer_cycle import TrainerCycle, watched_init
+from aiosync.version_watch import VersionWatch
 from aiosync.watchable import BUSY, Watchable
 from statemachines.machine import StateMachine
 from statemachines.tables import ENGINE, State, Trigger
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from aiosync.admission import Next
     from aiosync.feed import SourceFeed
+    from aiosync.handle import WeightUpdate
     from aiosync.members import MemberLink
     from aiosync.report import Report
     from aiosync.round import Round
@@ -106,9 +107,8 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         self.name = name or f"{self.backend_name}-trainer-{rank}"
         self.lineage = lineage or secrets.token_hex(8)
         self.owner = owner_name()
-        self.lease_s = lease_s or DEFAULTS.lease_s
+        self.lease_s = DEFAULTS.lease_s if lease_s is None else check_seconds(lease_s, "lease_s")
         self.recovers = recover == "auto"
-        self.version: Version | None = None
         self.last_report: Report | None = None
         self.init_payload: dict[str, Any] | None = None
         self.machine = StateMachine(ENGINE, name=self.name, role="trainer", hub=hub)
@@ -120,9 +120,10 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
             self.source, name=self.name, rank=rank, lane_factory=lane_factory
         )
         self._supervisor = Supervisor()
-        self._rounds = 0
+        self.rounds = 0
+        self.is_opening = False
         self.ranks = TrainerRanks.alone()
-        self._wake: list[anyio.Event] = []
+        self._versions = VersionWatch()
 
     # -- what a backend implements ---------------------------------------------------------------
 
@@ -170,6 +171,12 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
     def check_peers(self) -> None:
         """Judge what the members answered to the probe, before init; raises to refuse."""
 
+    async def host_rendezvous(self) -> None:
+        """Open what the init payload tells the members of (a port); before every init."""
+
+    async def join(self) -> None:
+        """Meet the members, while they get their init infos; cancelled if one of them refuses."""
+
     def make_plan(self, feed: SourceFeed) -> Plan:
         """Cut the announced tensors into chunks; on the lane, kept until the metadata changes."""
         raise NotImplementedError(f"{type(self).__name__} has no plan")
@@ -212,27 +219,15 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
 
         Raises:
             PhaseTimeout: Not done within `timeout` seconds.
-            InvalidTransition: The engine is initialized already, busy or closed.
+            InvalidTransition: The engine is initialized already, in a round, or closed.
+            Busy: Another `initialize` is under way.
         """
         self.admission.check_process()
         if self.state is State.FAILED:
             await self.reset()
         if self.state is not State.IDLE:
             raise self.wrong_order("initialize")
-        limit = DEFAULTS.admit_s if timeout is None else timeout
-        await self.machine.pass_gates(Trigger.INITIALIZE)
-        try:
-            with anyio.move_on_after(limit) as scope:
-                async with opened(self.links):
-                    await meet(self)
-            if scope.cancelled_caught:
-                raise PhaseTimeout(f"init took longer than its {limit:g} s", phase="init")
-        except BaseException as error:
-            self.dispose()
-            if self.state is State.IDLE:
-                self.machine.fire(Trigger.FAIL, phase="init", error=error)
-            raise
-        self.machine.fire(Trigger.INITIALIZE)
+        await open_channel(self, timeout)
 
     async def send_weights(
         self,
@@ -281,25 +276,13 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         limits = Budget.of(budget, timeout)
         self.admission.check()
         this = self.admission.take(version, limits, rollback=rollback)
-        fate = Fate(this)
+        return self.start_round(this, self.cycle.own_body(this))
 
-        def over() -> None:
-            self._ended(this)
-            fate.over()
-
-        running = self.run_round(this, self.cycle.own_body(this))
-        task = self._supervisor.start(running, name=f"{self.name}-round", after=over)
-        return WeightUpdate(this, task, fate)
+    session = open_session
 
     async def wait_version(self, order: int) -> Version:
         """Wait until a version of at least `order` is committed; it cannot be missed."""
-        while self.version is None or self.version.order < order:
-            if self.state is State.CLOSED:
-                raise InvalidTransition("the engine is closed", phase="wait")
-            event = anyio.Event()
-            self._wake.append(event)
-            await event.wait()
-        return self.version
+        return await self._versions.wait(order)
 
     async def reset(self) -> None:
         """Dispose the channel of a failed engine: failed to idle."""
@@ -313,23 +296,29 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         """Free the channel on both sides; idempotent, `initialize` works again afterwards.
 
         Raises:
-            Busy: A round is under way.
+            Busy: A round, an `initialize` or another `shutdown` is under way.
         """
         self.admission.check_process()
-        if self.state in BUSY:
-            raise Busy("a round is under way; cancel it first", phase="shutdown")
+        if self.state is State.CLOSED:
+            return
+        self.admission.check()
+        if self.is_opening:
+            raise Busy("an initialize is under way", phase="shutdown", detail=self.standing())
         if self.state is State.FAILED:
             await self.reset()
         if self.state is State.INITIALIZED:
-            await run_to_end(lambda: say_goodbye(self), seconds=DEFAULTS.cleanup_s)
-            self.dispose()
-            self.machine.fire(Trigger.RELEASE)
+            with self.admission.closed_for("a shutdown"):
+                await run_to_end(lambda: say_goodbye(self), seconds=DEFAULTS.cleanup_s)
+            if self.state is State.INITIALIZED:  # not closed meanwhile
+                self.dispose()
+                self.machine.fire(Trigger.RELEASE)
 
     async def aclose(self) -> None:
         """End the engine; a round under way is cancelled first. Idempotent."""
         self.admission.check_process()
         if self.state is State.CLOSED:
             return
+        self.admission.leaving = "the end"  # for good: nothing may begin from here on
         current = self.admission.current
         if current is not None:
             current.cancel()
@@ -344,7 +333,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         self.ranks.close()
         if self.machine.may(Trigger.CLOSE):
             self.machine.fire(Trigger.CLOSE)
-        self._wake_all()
+        self._versions.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -357,6 +346,10 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         return f"<{type(self).__name__} {self.name} {self.state.value} version={version}>"
 
     @property
+    def version(self) -> Version | None:
+        return self._versions.version
+
+    @property
     def source_lane(self) -> LaneLike:
         """The thread that iterates the source; share it: ``await engine.source_lane.run(step)``."""
         return self.source_side.lane
@@ -367,8 +360,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
 
         Awaitable in an ``async def``; in a plain ``def``, which runs on a lane, its methods block.
         """
-        client: ClientProxy = as_seen_here(self._proxy)
-        return client
+        return as_seen_here(self._proxy)
 
     # -- used by the round -----------------------------------------------------------------------
 
@@ -377,37 +369,27 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
     ) -> Report:
         """Carry out the round that has the slot, and give the slot back."""
         try:
-            report: Report = await round.run(body)
-            return report
+            return await round.run(body)
         finally:
             self._ended(round)
 
-    async def ensure_initialized(self, round: Round) -> None:
-        """Mend a failed or released engine, once, within the round's budget."""
-        if self.state is State.INITIALIZED:
-            return
-        if self.state not in (State.FAILED, State.IDLE) or not self.recovers:
-            raise self.wrong_order("start")
-        if self.state is State.FAILED or self._rounds:
-            round.recovered = True
-            round.notes.append(f"initialised again from state {self.state.value}")
-        await self.initialize()
-
-    async def rejoin(self) -> None:
-        """A worker restarted between rounds: it, and all others, get a new epoch."""
-        await meet(self)
+    def start_round(
+        self, round: Round, body: Callable[[], Awaitable[None]] | None = None
+    ) -> WeightUpdate:
+        """`run_round` in a task of its own."""
+        running, name = self.run_round(round, body), f"{self.name}-round"
+        return in_background(round, running, self._supervisor, name=name, over=self._ended)
 
     def next_round(self, round: Round) -> None:
         """Number the round; called right before the flip to ``updating``."""
-        self._rounds += 1
-        round.number = self._rounds
+        self.rounds += 1
+        round.number = self.rounds
         for link in self.links:
             link.begin_round()
 
     def committed(self, round: Round) -> None:
         """Every member holds the round's version."""
-        self.version = round.version
-        self._wake_all()
+        self._versions.set(round.version)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -415,10 +397,3 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         """The round is over; also if its task was cancelled before it began."""
         if self.admission.free(round):
             self.last_report = round.report
-        round.released.set()
-        round.over.set()
-
-    def _wake_all(self) -> None:
-        waiting, self._wake = self._wake, []
-        for event in waiting:
-            event.set()

@@ -55,6 +55,18 @@ class TrainerCycle:
         await engine.run_round(this, self._body(this, bare, args, options, results))
         return engine.last_report if results[0] is None else results[0]
 
+    async def ensure_initialized(self, round: Round) -> None:
+        """Mend a failed or released engine, once, within the round's budget."""
+        engine = self.engine
+        if engine.state is State.INITIALIZED:
+            return
+        if engine.state not in (State.FAILED, State.IDLE) or not engine.recovers:
+            raise engine.wrong_order("start")
+        if engine.state is State.FAILED or engine.rounds:
+            round.recovered = True
+            round.notes.append(f"initialised again from state {engine.state.value}")
+        await engine.initialize()
+
     def own_body(self, this: Round) -> Callable[[], Awaitable[None]] | None:
         """What a round in the background does: None for the phases of `Round`."""
         bare = bare_of(type(self.engine), "send_weights")
@@ -75,7 +87,7 @@ class TrainerCycle:
         method = functools.partial(bare, *args, **_accepted(bare, options))
 
         async def body() -> None:
-            await engine.ensure_initialized(this)
+            await self.ensure_initialized(this)
             await kept_alive(this, step)
             self._check_finished()
 

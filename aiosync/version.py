@@ -87,6 +87,14 @@ def next_version(current: Version | None, label: Any, *, lineage: str) -> Versio
     return Version(label, lineage, 1 if current is None else current.order + 1)
 
 
+def renamed(version: Version, label: str) -> Version:
+    """`version` under the label that finish carries; the same object where it is its own."""
+    if label == version.wire:
+        return version
+    check_label(label)
+    return Version(label, version.lineage, version.order)
+
+
 def check_successor(current: Version | None, new: Version, *, rollback: bool = False) -> None:
     """Refuse going back or repeating within a lineage; a new lineage may start anywhere.
 

@@ -17,7 +17,7 @@ from aiosync.generation import GenerationGate
 from aiosync.infos import parse_info
 from aiosync.messages import PROTOCOL, PeerState
 from aiosync.overrides import wrap_steps
-from aiosync.sinks import make_sink
+from aiosync.sinks import build_sink, first_weights, sink_name
 from aiosync.watchable import Watchable
 from aiosync.worker_cycle import WorkerCycle
 from statemachines.machine import StateMachine
@@ -107,7 +107,9 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         self.incarnation = secrets.token_hex(8)
         self.generation = GenerationGate()
         self.version: Version | None = None
-        self._weights = Weights.INTACT
+        if getattr(config, "marker", None) is not None and not self.uses_sink:
+            raise Validation("config.marker needs an engine that loads through a sink")
+        self._weights = first_weights(config)
         self.machine = StateMachine(ENGINE, name=self.name, role="worker", hub=hub)
         self.cycle = WorkerCycle(self)
         self._lane_factory = lane_factory
@@ -152,6 +154,11 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
 
         An engine with `defers_processing` overrides it; the first error is raised again.
         """
+
+    async def leave_round(self, error: BaseException) -> None:
+        """What giving a round up has to await before the weights are judged; time is limited."""
+        if self.cycle.sink is not None:
+            await self.cycle.sink.withdraw()
 
     # -- what callers use ------------------------------------------------------------------------
 
@@ -232,7 +239,7 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
                 "outcome": None if outcome is None else f"{type(outcome).__name__}: {outcome}",
                 "progress": self.received_bytes(),
                 "backend": getattr(self.config, "backend", None),
-                "sink": getattr(self.config, "sink", "staged"),
+                "sink": sink_name(self.config),
             },
         )
 
@@ -258,8 +265,11 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         """Where the open round's tensors go; asking for it makes the round use it."""
         sink = self._sinks.get(id(self.model))
         if sink is None:
-            mode = getattr(self.config, "sink", "staged")
-            sink = self._sinks[id(self.model)] = make_sink(self.model, mode, device=self.device)
+            is_own = self.model is self._default_model
+            sink = build_sink(self.config, self.model, self.device, is_own=is_own)
+            self._sinks[id(self.model)] = sink
+        if self.cycle.calls is not None:
+            sink.attach(self.cycle.calls)
         self.cycle.sink = sink
         return sink
 

@@ -16,10 +16,11 @@ from aiosync.concurrency import Supervisor, run_to_end
 from aiosync.config import WeightTransferInitRequest
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Busy, Coverage, Fenced, RoundCancelled, Validation
+from aiosync.lane_calls import LaneCalls
 from aiosync.overrides import bare_of, call_step
 from aiosync.ownership import Ownership
 from aiosync.session import Session
-from aiosync.version import check_label, check_successor, next_version
+from aiosync.version import check_label, check_successor, next_version, renamed
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger, Weights
 
@@ -44,9 +45,16 @@ class WorkerCycle:
         self.session: Session | None = None
         self.sink: Sink | None = None
         """The sink of the open round, once its first payload was opened."""
+        self.header: RoundHeader | None = None
+        """The header that opened the round."""
+        self.target: Version | None = None
+        """The version that the round's commit makes visible."""
+        self.calls: LaneCalls | None = None
+        """How the round's calls on the lane reach the loop."""
         self._supervisor = Supervisor()
-        self._target: Version | None = None
-        self._initialising = False
+        self._changing: str | None = None
+        """What opens or frees the channel right now: no round may begin beside it."""
+        self._closing = False
 
     # -- the steps -------------------------------------------------------------------------------
 
@@ -56,9 +64,9 @@ class WorkerCycle:
         engine = self.engine
         if isinstance(init_info, WeightTransferInitRequest):
             init_info = init_info.init_info
-        if self._initialising or engine.state in BUSY:
+        if self._changing or engine.state in BUSY:
             owner = self.ownership.owner or "a client without a name"
-            what = "an init" if self._initialising else f"a round of {owner}"
+            what = self._changing or f"a round of {owner}"
             raise Busy(
                 f"{what} is under way (state {engine.state.value})",
                 replica=engine.name,
@@ -69,22 +77,22 @@ class WorkerCycle:
                     "since": self.ownership.since,
                 },
             )
-        if engine.state is State.CLOSED:
+        if self._is_ended():
             raise engine.wrong_order("init")
         info = engine.parse_init_info(init_info)
-        self._initialising = True
+        self._changing = "an init"
         try:
             await engine.machine.pass_gates(Trigger.INITIALIZE)
             await self._back_to_idle()
             await self._open_channel(bare, info)
-            if engine.state is not State.IDLE:  # closed meanwhile
+            if self._is_ended():  # meanwhile
                 await self._dispose()
                 engine.close_lane()
                 raise engine.wrong_order("init")
             self.ownership.take(header.owner if header is not None else None)
             engine.machine.fire(Trigger.INITIALIZE, version=_label(engine.version))
         finally:
-            self._initialising = False
+            self._changing = None
 
     async def start(self, bare: Callable[..., Any], *, header: RoundHeader | None = None) -> None:
         engine = self.engine
@@ -98,18 +106,20 @@ class WorkerCycle:
         target = self._successor(header)
         await engine.machine.pass_gates(Trigger.START, version=_label(target))
         # No await from here to the session: nobody slips in between check, flip and owner.
-        if self._initialising or not engine.machine.may(Trigger.START):
+        if self._changing or self._is_ended() or not engine.machine.may(Trigger.START):
             raise engine.wrong_order("start")
         self.ownership.check(header, "start")
         number = self.ownership.begin(header)
         engine.machine.fire(Trigger.START, round=number, version=_label(target))
-        self._target = target
+        self.target, self.header = target, header
+        self.calls = LaneCalls()
         self.sink = None
         session = self.session = Session(
             number=number,
             lease=self._lease(header),
             on_end=self._over,
             progress=engine.progress_at,
+            leave=self._leave,
         )
         self._supervisor.start(
             session.run(), name=f"{engine.name}-round-{number}", after=session.ensure_over
@@ -148,6 +158,8 @@ class WorkerCycle:
             if self.ownership.outcome is not None:
                 raise self.ownership.outcome
             return  # the same call again: the round was committed
+        if header is not None and self.target is None:
+            self.target = self._successor(header)  # a rank of a group may learn it only now
         label: Any = weight_version  # a caller by hand may pass an int
         if label is not None and type(label) is not str:
             raise Validation(f"weight_version must be a str or None, not {label!r}", phase="finish")
@@ -174,23 +186,29 @@ class WorkerCycle:
         engine = self.engine
         if header is not None:
             self.ownership.check(header, "shutdown")
-        if engine.state in BUSY:
+        if self._changing or engine.state in BUSY:
             raise Busy(
-                "a round is under way; abort it first",
+                f"{self._changing or 'a round'} is under way; abort it first",
                 replica=engine.name,
                 phase="shutdown",
                 detail=engine.standing(),
             )
-        if engine.state is State.INITIALIZED:
+        if engine.state not in (State.INITIALIZED, State.FAILED):
+            return
+        self._changing = "a shutdown"
+        try:
             await self._step(bare)
-            engine.machine.fire(Trigger.RELEASE)
-        elif engine.state is State.FAILED:
-            await self._step(bare)
-            engine.machine.fire(Trigger.RESET)
+            if engine.state is State.INITIALIZED:
+                engine.machine.fire(Trigger.RELEASE)
+            elif engine.state is State.FAILED:
+                engine.machine.fire(Trigger.RESET)
+        finally:
+            self._changing = None
 
     async def close(self) -> None:
         """An open round fails first (a commit under way is finished), then the channel goes."""
         engine, session = self.engine, self.session
+        self._closing = True  # an init that is under way frees what it opened
         if session is not None:
             session.cancel(RoundCancelled("the worker engine was closed", round=session.number))
             await run_to_end(session.wait_over, seconds=DEFAULTS.finish_s)
@@ -198,7 +216,8 @@ class WorkerCycle:
         await run_to_end(self._dispose, seconds=DEFAULTS.cleanup_s)
         if engine.state in BUSY:
             engine.machine.fire(Trigger.FAIL, error="closed", weights=engine.weights)
-        engine.machine.fire(Trigger.CLOSE)
+        if engine.machine.may(Trigger.CLOSE):
+            engine.machine.fire(Trigger.CLOSE)
 
     def touch(self, header: RoundHeader | None) -> None:
         """Renew the lease of the open round if `header` is its owner's."""
@@ -209,6 +228,9 @@ class WorkerCycle:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _is_ended(self) -> bool:
+        return self._closing or self.engine.state is State.CLOSED
+
     async def _step(self, bare: Callable[..., Any], *args: Any) -> Any:
         engine = self.engine
         return await call_step(
@@ -216,9 +238,20 @@ class WorkerCycle:
             bare,
             *args,
             lane=lambda: engine.lane,
-            abort=engine.abort_receive,
+            abort=self._abort_step,
             grace=DEFAULTS.cleanup_s / 2,
         )
+
+    def _abort_step(self) -> None:
+        self.engine.abort_receive()
+        if self.sink is not None:
+            self.sink.interrupt()
+
+    async def _leave(self, error: BaseException) -> None:
+        """The round failed: what others must hear before the weights can be judged."""
+        if self.session is not None:  # else it is committed
+            leaving = functools.partial(self.engine.leave_round, error)
+            await run_to_end(leaving, seconds=DEFAULTS.cleanup_s)
 
     async def _open_channel(self, bare: Callable[..., Any], info: Any) -> None:
         engine = self.engine
@@ -272,10 +305,12 @@ class WorkerCycle:
     async def _commit(
         self, bare: Callable[..., Any], session: Session, weight_version: str | None
     ) -> None:
-        engine, version = self.engine, self._target
+        engine, version = self.engine, self.target
         if version is None and weight_version is not None:
             lineage = engine.version.lineage if engine.version else engine.incarnation
-            version = next_version(engine.version, weight_version, lineage=lineage)
+            version = self.target = next_version(engine.version, weight_version, lineage=lineage)
+        elif version is not None and weight_version is not None:
+            version = renamed(version, weight_version)
         await self._prepare()
         await engine.machine.pass_gates(
             Trigger.COMPLETE, round=session.number, version=_label(version)
@@ -286,6 +321,7 @@ class WorkerCycle:
             return
         async with engine.generation.swap(timeout=DEFAULTS.pause_s):
             session.holding = True
+            self.sink.target = version
             await engine.lane.run(self.sink.commit, grace=DEFAULTS.finish_s)
             # Inside the swap: the version becomes visible together with the weights.
             self._committed(session, version)

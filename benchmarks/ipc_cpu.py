@@ -62,6 +62,7 @@ async def _measure(other: Peer, variant: _Variant, options: Options) -> dict[str
         share=variant.share,
     ) as pair:
         updates: list[float] = []
+        by_tensor: list[float] = []
         phases: list[dict[str, float]] = []
 
         async def ours() -> float:
@@ -71,12 +72,18 @@ async def _measure(other: Peer, variant: _Variant, options: Options) -> dict[str
             return pair.nbytes / seconds / _GB
 
         async def raw() -> float:
-            copy = pair.one_copy if variant.share else pair.two_copies
-            return pair.nbytes / await copy() / _GB
+            if not variant.share:
+                return pair.nbytes / await pair.two_copies() / _GB
+            by_tensor.append(pair.nbytes / await pair.one_copy(pair.nbytes // tensors) / _GB)
+            return pair.nbytes / await pair.one_copy() / _GB
 
         await raw()  # the first one pays for pages
+        by_tensor.clear()
         pairs = await alternate(ours, raw, options.repeat)
-        return _record(variant, tensors, pair, pairs, updates, phases)
+        found = _record(variant, tensors, pair, pairs, updates, phases)
+        if by_tensor:
+            found |= {"raw_by_tensor": median(by_tensor), "raw_by_tensor_spread": spread(by_tensor)}
+        return found
 
 
 def _record(

@@ -40,6 +40,7 @@ async def _measure(other: Peer, options: Options) -> dict[str, Any]:
     bare = (await other.do("bare", tcp=False))["url"]
     flat, model = layouts.build(_LAYOUT, _EACH * tensors, tensors, trains=True)
     phases: list[dict[str, float]] = []
+    whole: list[float] = []
     later: list[float] = []
 
     async def ours() -> float:
@@ -50,6 +51,7 @@ async def _measure(other: Peer, options: Options) -> dict[str, Any]:
             report = await sync.send_weights()
             first = time.perf_counter()
             phases.append({"connect": connected - began, **report.seconds})
+            whole.append(first - began)
             moving = (await sync.send_weights()).seconds["update"]
             later.append(time.perf_counter() - first)
         return first - began - moving
@@ -69,7 +71,8 @@ async def _measure(other: Peer, options: Options) -> dict[str, Any]:
         payload=payload(len(flat), tensors),
         unit="s",
         target="ours < 1 s; later rounds < 10000 control bytes",
-        first_of_process=pairs.ours[0],
+        whole_first_s=median(whole),
+        whole_first_spread=spread(whole),
         seconds={name: median([phase[name] for phase in phases]) for name in phases[0]},
         later_round_s=median(later),
         later_round_spread=spread(later),

@@ -87,11 +87,13 @@ def checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.numpy().data)
 
 
-def copy_from(where: str, target: torch.Tensor) -> float:
-    """One memcpy out of another process's shared memory; seconds."""
+def copy_from(where: str, target: torch.Tensor, piece: int) -> float:
+    """Copy out of another process's shared memory, `piece` bytes after `piece` bytes; seconds."""
     with Path(where).open("r+b") as file:
         source = torch.frombuffer(mmap.mmap(file.fileno(), len(target)), dtype=torch.uint8)
     torch.sum(source[::_PAGE])  # mapped and present, as the kept mapping of a receiver is
+    pieces = list(zip(torch.split(target, piece), torch.split(source, piece), strict=True))
     began = time.perf_counter()
-    target.copy_(source)
+    for into, out_of in pieces:
+        into.copy_(out_of)
     return time.perf_counter() - began

@@ -59,9 +59,9 @@ class Setting:
         await reading
         return seconds
 
-    async def one_copy(self) -> float:
-        """Seconds of one raw copy by the other process, out of memory shared by this one."""
-        answer = await self.peer.do("copy", source=self.shared_at)
+    async def one_copy(self, piece: int | None = None) -> float:
+        """Seconds of a raw copy, whole or in pieces, by the worker from the trainer's memory."""
+        answer = await self.peer.do("copy", source=self.shared_at, piece=piece or self.nbytes)
         return float(answer["seconds"])
 
 
@@ -85,7 +85,8 @@ async def setting(
     storage = aiosync.share_tensors(model) if share else None
     if storage is not None:
         flat = storage.segment.tensor[: len(flat)]
-    pids = (os.getpid(), peer.pid)
+    # The reader first: pages it maps between the two looks would else count twice.
+    pids = (peer.pid, os.getpid())
     before = memory.resident(pids)
     shared = () if storage is None else (storage,)
     try:

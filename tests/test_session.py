@@ -202,6 +202,7 @@ async def test_cancel_after_the_end_changes_nothing():
 
 async def test_job_that_ignores_its_cancellation_does_not_change_the_verdict():
     async with running() as (session, ends, _):
+
         async def stubborn():
             try:
                 await asyncio.Event().wait()
@@ -245,8 +246,8 @@ async def test_lease_ends_a_job_that_makes_no_progress():
 @pytest.mark.parametrize("sign", ["touch", "progress", "call"])
 async def test_lease_is_renewed_by(sign):
     last = [time.monotonic()]
-    async with running(lease=0.5, progress=lambda: last[0]) as (session, ends, _):
-        until = time.monotonic() + 1.5
+    async with running(lease=0.4, progress=lambda: last[0]) as (session, ends, _):
+        until = time.monotonic() + 1.0
         while time.monotonic() < until:
             await asyncio.sleep(0.05)
             if sign == "touch":

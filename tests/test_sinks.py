@@ -13,10 +13,10 @@ from torch import nn
 from aiosync import spare
 from aiosync.errors import Busy, Coverage, InvalidTransition, Refused, Torn, Validation
 from aiosync.metadata import ParamMeta
-from aiosync.sinks import InPlaceSink, StagedSink, make_sink
+from aiosync.sinks import InPlaceSink, LayerwiseSink, StagedSink, make_sink
 from aiosync.sources import ModuleSource
 
-MODES = ["staged", "in_place"]
+MODES = ["staged", "in_place", "layerwise"]
 F32 = torch.float32
 
 
@@ -376,11 +376,11 @@ def test_tied_names_must_agree(mode, order):
     sink = make_sink(net, mode)
     sent = {order[0]: torch.zeros(4, 3), order[1]: torch.full((4, 3), -0.0)}  # equal, not in bits
     sink.begin(announce(sent))
-    arrive(sink, sent)
     with pytest.raises(Coverage, match=f"{order[0]} and {order[1]} are one tensor here"):
+        arrive(sink, sent)  # here where a layer is judged as soon as it is whole
         sink.commit()
     sink.abort()
-    if mode == "staged":
+    if mode != "in_place":
         assert unchanged(net, before)
         assert sink.weights == "intact"
     else:
@@ -717,8 +717,12 @@ def test_a_loader_gets_everything_and_may_keep_it(mode):
     sink = make_sink(model, mode)
     first = small()
     update(sink, first, aliases={"head": "model.0"})
-    batches = [[*first]] if mode == "staged" else [[*first][:2], [*first][2:4], [*first][4:]]
-    assert model.calls == batches
+    batches = {
+        "staged": [[*first]],
+        "in_place": [[*first][:2], [*first][2:4], [*first][4:]],
+        "layerwise": [[name] for name in first],
+    }
+    assert model.calls == batches[mode]
     kept = dict(model.kept)
     second = {name: t + 1 for name, t in small().items()}
     update(sink, second)
@@ -739,7 +743,7 @@ def test_a_loaders_own_error_surfaces_and_tears(mode):
     assert sink.weights == "intact"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
 def test_a_loader_that_stops_early_is_not_believed(mode):
     sink = make_sink(Loader(take=1), mode)
     with pytest.raises(Coverage, match=r"load_weights took 1 of \d tensors and left model\.1"):
@@ -784,8 +788,9 @@ def test_a_staged_loader_is_not_called_before_the_commit():
 def test_make_sink():
     assert isinstance(make_sink({}), StagedSink)
     assert isinstance(make_sink({}, "in_place", "cpu"), InPlaceSink)
-    with pytest.raises(Validation, match="'layerwise'"):
-        make_sink({}, "layerwise")
+    assert isinstance(make_sink({}, "layerwise"), LayerwiseSink)
+    with pytest.raises(Validation, match="'sideways'"):
+        make_sink({}, "sideways")
     with pytest.raises(TypeError, match="not list"):
         make_sink([torch.ones(1)])
     with pytest.raises(TypeError, match=r"model\['w'\] is no tensor but float"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import time
@@ -17,6 +18,7 @@ from aiosync import (
     Budget,
     Busy,
     DigestMismatch,
+    Fenced,
     GateRejected,
     InvalidTransition,
     OutcomeUnknown,
@@ -130,13 +132,6 @@ async def test_report_of_a_failed_round_is_on_its_error():
         assert "disk full" in member.error
         assert error.report.metrics()["aiosync/committed"] == 0.0
         await pair.assert_next_round_works()
-
-
-async def test_counts_only_is_reported_as_not_verified():
-    async with looped(verify="counts") as pair:
-        report = await pair.trainer.send_weights()
-        # The link computes digests by itself; what counts is what the worker was asked to check.
-        assert report.outcome == "committed"
 
 
 # -- the handle
@@ -671,6 +666,21 @@ async def test_recover_manual_leaves_the_choice_to_the_caller():
         assert not report.recovered
 
 
+@pytest.mark.parametrize("seconds", [0, -1, "5", True, float("nan"), float("inf")])
+async def test_seconds_that_cannot_be_waited_for_are_refused(seconds):
+    async with looped(initialized=False) as pair:
+        with pytest.raises(Validation, match="timeout"):
+            await pair.trainer.initialize(timeout=seconds)
+        assert pair.trainer.state is State.IDLE
+        assert pair.calls == []
+        with pytest.raises(Validation, match="lease_s"):
+            aiosync.WeightTransferConfig("loopback", lease_s=seconds)
+        with LoopbackLink() as link, pytest.raises(Validation, match="lease_s"):
+            aiosync.LoopbackTrainerWeightTransferEngine(
+                client=pair.trainer.links[0].client, source=pair.model, link=link, lease_s=seconds
+            )
+
+
 async def test_recover_must_be_auto_or_manual():
     with pytest.raises(Validation, match="auto"):
         async with looped(recover="never"):
@@ -710,6 +720,33 @@ async def test_init_that_fails_leaves_a_failed_engine(how):
         assert pair.trainer.state is State.FAILED
         hold.active = False
         await pair.assert_next_round_works()
+
+
+async def test_second_initialize_at_the_same_time_is_refused():
+    hold = At("init_transfer_engine")
+    async with looped(before=hold, initialized=False) as pair:
+        first = asyncio.ensure_future(pair.trainer.initialize())
+        await hold.reached.wait()
+        with pytest.raises(Busy, match="under way"):
+            await pair.trainer.initialize()
+        with pytest.raises(Busy, match="under way"):
+            await pair.trainer.send_weights()
+        hold.go.set()
+        await first
+        await pair.assert_next_round_works()
+
+
+async def test_aclose_during_initialize_leaves_nothing_open():
+    hold = At("init_transfer_engine")
+    async with looped(before=hold, initialized=False) as pair:
+        first = asyncio.ensure_future(pair.trainer.initialize())
+        await hold.reached.wait()
+        await pair.trainer.aclose()
+        hold.go.set()
+        with pytest.raises(InvalidTransition):
+            await first
+        assert pair.trainer.state is State.CLOSED
+        assert pair.trainer.sender is None
 
 
 async def test_aclose_during_a_round_cancels_it_first():
@@ -863,10 +900,10 @@ async def test_lost_answer_to_finish(delivered):
 
 async def test_commit_that_takes_longer_than_the_lease_is_kept_alive():
     async def slow(_):
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.8)
         return True
 
-    async with looped(lease_s=0.4) as pair:
+    async with looped(lease_s=0.3) as pair:
         for side in (pair.worker, pair.trainer):
             remove = side.gate("complete", slow)
             await pair.assert_next_round_works()
@@ -961,6 +998,84 @@ async def test_in_place_sink_torn_by_a_fault_is_mended_by_the_next_round():
         assert pair.trainer.state is State.FAILED
         report = await pair.assert_next_round_works(1)
         assert report.recovered
+
+
+# -- sources and owners
+
+
+class AsyncSource(aiosync.WeightSource):
+    """Yields on the loop; can be held or broken at a tensor."""
+
+    def __init__(self, module, at=None):
+        self.module, self.at = module, at
+        self.reached, self.closed = asyncio.Event(), 0
+
+    @functools.cached_property
+    def metadata(self):
+        return [
+            aiosync.ParamMeta(n, p.dtype, tuple(p.shape)) for n, p in self.module.named_parameters()
+        ]
+
+    async def iter_full(self):
+        try:
+            for index, pair in enumerate(self.module.named_parameters()):
+                if index == self.at:
+                    self.reached.set()
+                    await asyncio.Event().wait()
+                await asyncio.sleep(0)
+                yield pair
+        finally:
+            self.closed += 1
+
+
+@pytest.mark.parametrize("at", [0, 3])
+async def test_async_source(at):
+    async with looped(source=AsyncSource) as pair:
+        await pair.assert_next_round_works()
+        source = pair.trainer.source
+        source.at = at
+        update = pair.trainer.begin_update(budget=BUDGET)
+        await until(source.reached)
+        update.cancel()
+        with pytest.raises(RoundCancelled):
+            await update
+        assert source.closed == 2
+        source.at = None
+        await pair.assert_next_round_works()
+
+
+async def test_trainer_that_was_taken_over_is_fenced():
+    async with looped() as pair:
+        await pair.assert_next_round_works()
+        with LoopbackLink() as link:
+            second = aiosync.LoopbackTrainerWeightTransferEngine(
+                client=pair.trainer.links[0].client, source=pair.model, link=link, name="second"
+            )
+            async with second:
+                await second.send_weights(version=1)
+                with pytest.raises(Fenced, match="is not the owner") as caught:
+                    await pair.trainer.send_weights(budget=BUDGET)
+                assert caught.value.detail["owner"] == second.owner
+                assert pair.worker.state is State.INITIALIZED
+                assert (await second.send_weights()).outcome == "committed"
+
+
+async def test_second_trainer_during_a_round_is_refused_before_anything_moves():
+    hold = Hold(2)
+    async with looped(source=paced(hold)) as pair:
+        update = pair.trainer.begin_update(version=1)
+        await until(hold.reached)
+        with LoopbackLink() as link:
+            second = aiosync.LoopbackTrainerWeightTransferEngine(
+                client=pair.trainer.links[0].client, source=pair.model, link=link, name="second"
+            )
+            async with second:
+                with pytest.raises(Busy) as caught:
+                    await second.send_weights(version=1)
+                assert caught.value.detail["owner"] == pair.trainer.owner
+        hold.released.set()
+        assert (await update).outcome == "committed"
+        assert pair.is_equal()
 
 
 # -- fleets

@@ -94,9 +94,7 @@ def test_worker_whose_loop_ended_in_a_round_can_be_used_again(engines):
     trainer, worker, model, copy = engines
 
     async def abandon():
-        await worker.init_transfer_engine(
-            {"link": "none", "reader": 0, "buffer_size_bytes": 64}
-        )
+        await worker.init_transfer_engine({"link": "none", "reader": 0, "buffer_size_bytes": 64})
 
     with pytest.raises(aiosync.Validation):
         asyncio.run(abandon())

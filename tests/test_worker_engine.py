@@ -8,7 +8,6 @@ import json
 import msgspec
 import pytest
 from by_hand import (
-    ByHand,
     Init,
     Update,
     WithoutSink,
@@ -392,6 +391,16 @@ async def test_label_that_is_none_is_refused_and_the_round_stays_open(label):
         assert engine.state in (State.UPDATING, State.FINALIZING)
         await engine.finish_weight_update("1")
         assert values(engine.model) == {1.0}
+
+
+async def test_finish_may_rename_the_version_that_start_announced():
+    async with by_hand() as engine:
+        await owned(engine)
+        this = header(engine, 1, 7)
+        await engine.start_weight_update(header=this)
+        await engine.update_weights({"value": 7.0}, header=this)
+        await engine.finish_weight_update("step-7", header=this)
+        assert (engine.version.label, engine.version.order) == ("step-7", 7)
 
 
 # -- abort, close, lease
@@ -954,9 +963,12 @@ async def test_shutdown_is_idempotent_and_init_works_again(state):
 
 
 async def test_engine_needs_all_five_steps():
-    class Half(ByHand):
-        pass
+    class Half(WeightTransferEngine[Init, Update]):
+        init_info_cls = Init
+        update_info_cls = Update
 
-    Half.__abstractmethods__ = frozenset({"receive_weights"})
-    with pytest.raises(TypeError, match="receive_weights"):
+        async def init_transfer_engine(self, init_info):
+            pass
+
+    with pytest.raises(TypeError, match=r"finish_weight_update.*receive_weights.*shutdown"):
         Half(aiosync.WeightTransferConfig("half"), None, "cpu", tensors())

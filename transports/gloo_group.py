@@ -24,7 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # torch lists no n
 from statemachines.errors import InvalidTransition
 from transports.addresses import numeric
 from transports.errors import PeerLost, PhaseTimeout, TransportAborted
-from transports.open_sockets import SETUP, connected, hung_up, listening, shut
+from transports.open_sockets import SETUP, backlog, connected, hung_up, listening, shut
 
 if TYPE_CHECKING:
     import socket
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _UNKNOWN = -1
 _SLICE = 0.1  # seconds between two looks at the peers' connections
 _SLACK = 0.1
+_LATER = 1.0  # gloo's own limit of an operation comes after ours
 # All ranks are there when gloo connects them. It tries five times, with this limit each.
 _CONNECT_SECONDS = 5.0
 
@@ -51,7 +52,8 @@ class GlooGroup:
     """
 
     def __init__(self, meeting: Meeting) -> None:
-        self.rank, self.size, self.names = meeting.rank, meeting.size, meeting.names
+        self.rank, self.size = meeting.rank, meeting.size
+        self.names: Sequence[str] = meeting.names
         self._meeting = meeting
         self._group: Any = None  # a ProcessGroupGloo; torch's stubs know none of its methods
         self._ports: set[int] = set()
@@ -85,21 +87,21 @@ class GlooGroup:
                         host, *ports = json.loads(told)
                         self._listeners.update({(host, port): rank for port in ports})
                 store = PrefixStore(f"{meeting.prefix}/gloo", meeting.store)
-                group = ProcessGroupGloo(store, self.rank, self.size, options)
-                self._keep(group)
+                self._keep(self._connect(store, options))
                 out = [numeric(s.getsockname())[1] for s, r in self._sockets.items() if r >= 0]
                 meeting.announce("joined", json.dumps(out).encode())
                 self._name_sockets(meeting.gather("joined", deadline=deadline))
+                meeting.settle()
         except BaseException:
             self.abort()
             raise
 
-    def broadcast(self, data: torch.Tensor) -> Any:
+    def broadcast(self, data: torch.Tensor, *, timeout: float) -> Any:
         """See `transports.groups.CollectiveGroup.broadcast`."""
-        self._check()
+        self._watch()  # an operation on a connection that is down may stay until gloo's own limit
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        options.timeout = timedelta(hours=1)  # finite, for a process whose Python is stuck
+        options.timeout = timedelta(seconds=timeout + _LATER)
         group = self._group
         if group is None:
             raise InvalidTransition("the group has not been joined")
@@ -114,14 +116,16 @@ class GlooGroup:
                 pending.wait(timedelta(seconds=max(0.001, min(_SLICE, left))))
                 return
             except RuntimeError as error:
-                if pending.is_completed():  # else only the slice is over
+                # The end of a slice raises, too, and it may have ended meanwhile, well or badly.
+                if not _is_slice_end(error):
                     raise self._failure(error) from error
+            if pending.is_completed():
+                continue
             self._check()
             if self.lost():
                 raise self._failure(None)
             if left <= 0:
-                self._end()
-                raise PhaseTimeout(f"no byte moved for {timeout:g} s")
+                raise self._stalled(timeout)
 
     def announce(self, stage: str, value: bytes) -> None:
         """See `transports.groups.CollectiveGroup.announce`."""
@@ -136,13 +140,17 @@ class GlooGroup:
         """
         deadline = time.monotonic() + timeout
         try:
-            found = self._meeting.gather(stage, deadline=deadline, ranks=ranks, watch=self._watch)
+            found = self._meeting.gather(
+                stage, deadline=deadline, ranks=ranks, is_broken=lambda: bool(self.lost())
+            )
             if self._swept:
                 self._meeting.forget(stage, ranks)
             else:  # all of them are past the set-up
                 self._meeting.sweep()
                 self._swept = True
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, PeerLost) and not self._aborted:
+                raise self._failure(None) from error
             self._end()
             raise
         return found
@@ -150,8 +158,6 @@ class GlooGroup:
     def lost(self) -> list[int]:
         """Ranks whose connection to this one is down; empty as well before `join`."""
         with self._lock:
-            if self._closed:
-                return []
             return sorted({self._sockets[sock] for sock in hung_up(self._sockets)})
 
     def abort(self) -> None:
@@ -161,20 +167,17 @@ class GlooGroup:
 
     def close(self) -> None:
         """See `transports.groups.CollectiveGroup.close`."""
-        self.abort()
+        self._aborted = True
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            group, self._group = self._group, None
-            sockets, self._sockets = list(self._sockets), {}
-        held = [group]
-        del group
-        t0=time.monotonic()
 
         def free() -> None:
-            held.clear()  # joins gloo's threads
-            print("FREED in",time.monotonic()-t0,flush=True)
+            self._end()
+            with self._lock:
+                sockets, self._sockets = list(self._sockets), {}
+            self._group = None  # joins gloo's threads
             for sock in sockets:
                 sock.close()
             self._meeting.close()
@@ -200,11 +203,28 @@ class GlooGroup:
         finally:
             SETUP.release()
         self._ports = {port for _, (host, port) in opened if host == self._meeting.local}
-        options = ProcessGroupGloo._Options()  # noqa: SLF001 - torch's own name for it
+        # torch's own name for it, unknown to its stubs
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # noqa: SLF001
         options._devices = [device]  # noqa: SLF001
         limit = max(0.001, min(_CONNECT_SECONDS, deadline - time.monotonic()))
         options._timeout = timedelta(seconds=limit)  # noqa: SLF001
         return options
+
+    def _connect(self, store: PrefixStore, options: Any) -> Any:
+        try:
+            return ProcessGroupGloo(store, self.rank, self.size, options)
+        except RuntimeError as error:
+            if "timeout" not in str(error).lower() or self._aborted:
+                raise
+            # A rank that told its address to the others has left a key of gloo's own.
+            ranks = [rank for rank in range(self.size) if not store.check([f"0/{rank}"])]
+            names = ", ".join(self.names[rank] for rank in ranks) or "a rank"
+            raise PhaseTimeout(
+                f"{names} came, but did not connect in time",
+                replica=self.names[ranks[0]] if len(ranks) == 1 else None,
+                rank=ranks[0] if len(ranks) == 1 else None,
+                phase="init",
+            ) from error
 
     def _keep(self, group: Any) -> None:
         with self._lock:
@@ -255,6 +275,20 @@ class GlooGroup:
             rank=lost[-1] if len(known) == 1 else None,
         )
 
+    def _stalled(self, seconds: float) -> PhaseTimeout:
+        """Names those who take no bytes from here; the group ends."""
+        with self._lock:
+            stuck = sorted({rank for sock, rank in self._sockets.items() if backlog(sock)})
+        self._end()
+        if not stuck and self.size == 2:
+            stuck = [1 - self.rank]
+        names = ", ".join(self.names[rank] for rank in stuck if rank != _UNKNOWN)
+        return PhaseTimeout(
+            f"no byte moved for {seconds:g} s; waiting for {names or 'a rank of the group'}",
+            replica=self.names[stuck[0]] if len(stuck) == 1 else None,
+            rank=stuck[0] if len(stuck) == 1 else None,
+        )
+
     def _end(self) -> None:
         if not self._ended:
             self._ended = True
@@ -263,8 +297,6 @@ class GlooGroup:
 
     def _shut(self) -> None:
         with self._lock:
-            if self._closed:
-                return
             if self._group is not None:
                 shut(self._sockets)
                 return
@@ -272,3 +304,7 @@ class GlooGroup:
         shut(found)  # of a set-up that is still under way
         for sock in found:
             sock.close()
+
+
+def _is_slice_end(error: RuntimeError) -> bool:
+    return str(error).startswith("Operation timed out!")

@@ -37,11 +37,15 @@ class CollectiveGroup(Protocol):
             TransportAborted: `abort` was called.
         """
 
-    def broadcast(self, data: torch.Tensor) -> Any:
+    def broadcast(self, data: torch.Tensor, *, timeout: float) -> Any:
         """Begin to copy rank 0's bytes (contiguous 1-d uint8) into the others' `data`.
 
         All ranks call it in the same order with the same sizes: that is agreed before. The memory
-        belongs to the group until `wait` has returned or raised.
+        belongs to the group until `wait` has returned; a group that failed writes nothing more.
+
+        Args:
+            data: On the CPU.
+            timeout: Of the `wait` that follows.
         """
 
     def wait(self, pending: Any, *, timeout: float) -> None:

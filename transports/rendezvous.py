@@ -13,6 +13,7 @@ socket first, waits are short questions, and `abort` shuts the store's connectio
 from __future__ import annotations
 
 import errno
+import math
 import os
 import secrets
 import select
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
 _ANNOUNCE_SECONDS = 5.0  # one message to the store, which answers nothing
+_LAST_WORDS_SECONDS = 0.05  # what a rank said before it left comes over another connection
 _REPLY_SECONDS = 1.0  # after the deadline, to ask who is missing
 _SERVER_TIMEOUT = timedelta(seconds=60)  # of the server's own first connection, to itself
 
@@ -138,6 +140,7 @@ class Meeting:
         self._waker = Waker()
         self._store: TCPStore | None = None
         self._find: Callable[[], dict[int, socket.socket]] | None = None
+        self._sockets: list[socket.socket] = []
         self.aborted = False
 
     @property
@@ -183,26 +186,30 @@ class Meeting:
         *,
         deadline: float,
         ranks: Sequence[int] | None = None,
-        watch: Callable[[], object] = lambda: None,
+        is_broken: Callable[[], bool] = lambda: False,
     ) -> list[bytes]:
         """What each of `ranks` (all of them by default) announced, in their order.
 
         Args:
             stage: Of `announce`.
             deadline: Of `time.monotonic`.
-            watch: Called again and again meanwhile; ends the wait by raising.
+            is_broken: Asked again and again meanwhile; once it is true, only what is on its way
+                already is waited for.
 
         Raises:
             PhaseTimeout: Names the ranks that have not come.
-            PeerLost: The store is gone.
+            PeerLost: The store is gone, or it `is_broken`.
             TransportAborted: `abort` was called.
         """
         wanted = range(self.size) if ranks is None else ranks
         keys = [self._key(stage, rank) for rank in wanted]
-        pause = _FIRST_PAUSE
+        pause, until = _FIRST_PAUSE, math.inf
         with self.limited(f"wait for {stage}", deadline=deadline + _REPLY_SECONDS):
             while not self.store.check(keys):
-                watch()
+                if until == math.inf and is_broken():
+                    until = time.monotonic() + _LAST_WORDS_SECONDS
+                if time.monotonic() >= until:
+                    raise PeerLost(f"{stage}: a rank is gone", phase="init")
                 if time.monotonic() >= deadline:
                     pairs = zip(wanted, keys, strict=True)
                     missing = [rank for rank, key in pairs if not self.store.check([key])]
@@ -225,15 +232,28 @@ class Meeting:
                 if key.startswith(f"{self.prefix}/"):
                     self.store.delete_key(key)
 
+    def settle(self) -> None:
+        """The set-up is over: `abort` need not search for connections any more."""
+        find = self._find
+        if find is not None:
+            self._sockets = list(find().values())
+            self._find = None
+
     def abort(self) -> None:
-        """Make a call that waits, and every later one, raise; from any thread, returns at once."""
+        """Make a call that waits, and every later one, raise; from any thread, at once.
+
+        Until `settle` it looks through the process's descriptors: not on an event loop.
+        """
         self.aborted = True
         self._interrupt()
 
     def close(self) -> None:
         """Leave the store; idempotent. A call that still waits is aborted."""
         self.abort()
+        sockets, self._sockets = self._sockets, []
         self._store = self._find = None
+        for sock in sockets:
+            sock.close()
         self._waker.close()
 
     @contextmanager
@@ -316,6 +336,7 @@ class Meeting:
 
     def _interrupt(self) -> None:
         self._waker.wake()
+        shut(self._sockets)
         find = self._find
         if find is not None:  # not those alone that are known: a group's set-up opens its own
             fresh = list(find().values())

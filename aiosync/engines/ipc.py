@@ -152,7 +152,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
 
     def _resident(self, feed: SourceFeed) -> dict[int, tuple[Any, int]]:
         """Handles of the tensors that workers can read where they are."""
-        resident = getattr(self.source, "resident", None)
+        resident = getattr(feed.source, "resident", None)
         if not self.shared or resident is None:
             return {}
         live: dict[str, torch.Tensor] = resident()

@@ -95,9 +95,10 @@ class LoopbackTrainerWeightTransferEngine(StreamedTrainerEngine[LoopbackTrainerI
         )
 
     def open_sender(self) -> Sender:
-        if len(self.links) != len(self.link.receivers):
+        needed = sum(link.world_size for link in self.links)
+        if needed != len(self.link.receivers):
             raise Validation(
-                f"the link has {len(self.link.receivers)} reader(s) for {len(self.links)} worker(s)"
+                f"the link has {len(self.link.receivers)} reader(s) for {needed} worker(s)"
             )
         return self.link.sender
 
@@ -110,7 +111,8 @@ class LoopbackTrainerWeightTransferEngine(StreamedTrainerEngine[LoopbackTrainerI
         return {"link": name}
 
     def member_payload(self, link: MemberLink) -> dict[str, Any]:
-        return {"reader": self.links.index(link)}
+        before = self.links[: self.links.index(link)]
+        return {"reader": sum(other.world_size for other in before)}
 
 
 class LoopbackWeightTransferEngine(StreamedWorkerEngine[LoopbackWeightTransferInitInfo]):

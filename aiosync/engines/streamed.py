@@ -94,7 +94,6 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         self.sender: Sender | None = None
         self._announced: dict[str, str] = {}
         self._bytes_before = 0
-        self._metadata_digest = ""
 
     @abstractmethod
     def open_sender(self) -> Sender:
@@ -141,13 +140,12 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         return common | self.address_info(self.sender)
 
     def make_plan(self, feed: SourceFeed) -> Plan:
-        wire = from_wire(*to_wire(feed.metadata))  # owners and meshes are the trainer's own
-        self._metadata_digest = metadata_digest(wire)
+        _ = feed.wire_digest  # computed here, on the lane
         return plan_of(feed.metadata, self.buffer_nbytes)
 
     def update_payload(self, round: Round) -> dict[str, Any]:
         feed, plan = round.validated()
-        digest = self._metadata_digest
+        digest = feed.wire_digest
         # Lists travel once per worker and metadata; afterwards the digest names them.
         known = all(self._announced.get(link.name) == digest for link in round.links)
         names, dtype_names, shapes = ([], [], []) if known else to_wire(feed.metadata)
@@ -172,14 +170,14 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
             SourcePass(feed, self.ranks, sender),
             sender,
             plan=plan,
-            readers=len(round.links),
+            readers=sum(link.world_size for link in round.links),
             round=round.number,
             stall=round.budget.stall,
             grace=round.source_grace,
             lane=self.source_lane,
         )
         for link in round.links:
-            self._announced[link.name] = self._metadata_digest
+            self._announced[link.name] = feed.wire_digest
         return summary
 
     def dispose(self) -> None:

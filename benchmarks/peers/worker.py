@@ -70,9 +70,10 @@ class Peer:
         await asyncio.to_thread(self._ring.pull, self._bytes())
         return {}
 
-    async def copy(self, *, source: str) -> dict[str, Any]:
-        """One memcpy from shared memory into the model."""
-        return {"seconds": await asyncio.to_thread(copy_from, source, self._bytes())}
+    async def copy(self, *, source: str, piece: int) -> dict[str, Any]:
+        """Plain copies from shared memory into the model."""
+        seconds = await asyncio.to_thread(copy_from, source, self._bytes(), piece)
+        return {"seconds": seconds}
 
     async def bare(self, *, tcp: bool) -> dict[str, Any]:
         """A server that does nothing but parse a body and answer as many bytes as it is told."""

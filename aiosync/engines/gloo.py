@@ -1,0 +1,271 @@
+"""Backend ``gloo``: one broadcast group over TCP for CPU tensors, of the trainer and all workers.
+
+The trainer holds a store in which all ranks meet, under a new prefix each time, and sends as rank
+0; the process's default group is never touched. Large tensors travel from and into their own
+memory, small ones packed (`transports.sections`). A round that is given up ends the group, for a
+collective cannot be left half way: the next round makes a new one.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+from urllib.parse import urlsplit
+
+import anyio
+import msgspec
+
+from aiosync.config import TrainerInitInfo, WeightTransferInitInfo
+from aiosync.defaults import DEFAULTS
+from aiosync.engines.streamed import StreamedTrainerEngine, StreamedWorkerEngine, StreamUpdateInfo
+from aiosync.errors import PhaseTimeout, Validation
+from transports.addresses import advertised
+from transports.gloo_group import GlooGroup
+from transports.gloo_stream import GlooReceiver, GlooSender
+from transports.lane import Lane
+from transports.rendezvous import Meeting, StoreHost
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from aiosync.members import MemberLink
+    from statemachines.hub import TransitionHub
+    from transports.lane import LaneFactory, LaneLike
+    from transports.stream import Receiver, Sender
+
+__all__ = [
+    "GlooTrainerInitInfo",
+    "GlooTrainerWeightTransferEngine",
+    "GlooWeightTransferEngine",
+    "GlooWeightTransferInitInfo",
+    "GlooWeightTransferUpdateInfo",
+]
+
+GlooWeightTransferUpdateInfo = StreamUpdateInfo
+
+# The join ends before the call that contains it does: it knows whom it waited for.
+_EARLIER_S = 0.5
+_LATER_S = 1.0  # a worker's own limit; the trainer's comes first
+
+
+@dataclass
+class GlooTrainerInitInfo(TrainerInitInfo):
+    """Trainer side.
+
+    Attributes:
+        master_address: Address of this host that all workers reach; None: the one on the way to
+            them. Nothing listens on any other.
+        master_port: Of the store; 0 lets the OS choose.
+        buffer_size_bytes: Size of one broadcast at most, at least 64.
+        lease_s: Silence of this trainer that a worker's open round survives; None: the default.
+        lineage: Name of this training run; None: random.
+    """
+
+    backend: ClassVar[str] = "gloo"
+    master_address: str | None = None
+    master_port: int = 0
+    buffer_size_bytes: int = DEFAULTS.buffer_bytes
+    lease_s: float | None = field(default=None, kw_only=True)
+    lineage: str | None = field(default=None, kw_only=True)
+
+
+class GlooWeightTransferInitInfo(
+    msgspec.Struct, WeightTransferInitInfo, kw_only=True, forbid_unknown_fields=True
+):
+    """Worker side: where all ranks meet, as which rank, and what both sides must agree on."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    prefix: str
+    reader: str
+    join_s: float
+    buffer_size_bytes: int
+    digest: str | None = None
+
+    def __repr__(self) -> str:  # the prefix, which keeps strangers out, stays out of logs
+        where = f"master_address={self.master_address!r}, master_port={self.master_port}"
+        return f"GlooWeightTransferInitInfo({where}, rank_offset={self.rank_offset})"
+
+
+class GlooTrainerWeightTransferEngine(StreamedTrainerEngine[GlooTrainerInitInfo]):
+    """Broadcasts to all workers as rank 0 of a group of its own."""
+
+    init_info_cls = GlooTrainerInitInfo
+    backend_name = "gloo"
+    reusable_after_abort = False
+
+    def __init__(
+        self,
+        *,
+        client: Any,
+        source: Any,
+        master_address: str | None = None,
+        master_port: int = 0,
+        buffer_size_bytes: int = DEFAULTS.buffer_bytes,
+        lane_factory: LaneFactory = Lane,
+        **options: Any,
+    ) -> None:
+        super().__init__(client=client, source=source, lane_factory=lane_factory, **options)
+        self.master_address = master_address
+        self.master_port = master_port
+        self.buffer_nbytes = buffer_size_bytes
+        self._host: StoreHost | None = None
+        self._group: GlooGroup | None = None
+        self._prefix = ""
+        self._join_s = DEFAULTS.admit_s
+        self._lane_factory = lane_factory
+
+    @classmethod
+    def from_init_info(
+        cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any, hub: TransitionHub | None
+    ) -> Self:
+        return cls(
+            client=client,
+            source=source,
+            is_sender=init_info.is_sender,
+            rank=init_info.rank,
+            hub=hub,
+            master_address=init_info.master_address,
+            master_port=init_info.master_port,
+            buffer_size_bytes=init_info.buffer_size_bytes,
+            lease_s=init_info.lease_s,
+            lineage=init_info.lineage,
+        )
+
+    async def host_rendezvous(self) -> None:
+        if not self.is_sender:
+            return
+        self.dispose()  # of an earlier epoch, where a worker has restarted
+        left = anyio.current_effective_deadline() - anyio.current_time()
+        left = DEFAULTS.admit_s if left == math.inf else left
+        self._join_s = left - min(_EARLIER_S, left / 4)
+        async with _own_lane(self._lane_factory, f"{self.name}-host") as lane:
+            self._host = host = await lane.run(self._open_host, discard=StoreHost.close)
+        self._prefix = host.new_prefix()
+        names = ["trainer", *(link.name for link in self.links)]
+        self._group = GlooGroup(
+            Meeting(host.host, host.port, self._prefix, rank=0, size=len(names), names=names)
+        )
+
+    def _open_host(self) -> StoreHost:
+        address = self.master_address
+        if address is None:
+            address = advertised(_host_of(link) for link in self.links)
+        return StoreHost(address, self.master_port)
+
+    async def join(self) -> None:
+        group = self._group
+        if group is not None:
+            await _join(group, self._join_s, self._lane_factory, self.name)
+
+    def check_peers(self) -> None:
+        super().check_peers()
+        for link in self.links:
+            size = 1 if link.peer is None else link.peer.world_size
+            if size != 1:
+                message = f"backend gloo takes one rank a replica, this one has {size}"
+                raise Validation(message, replica=link.name, phase="init")
+
+    def open_sender(self) -> Sender:
+        assert self._group is not None  # `host_rendezvous` came first
+        return GlooSender(self._group, digest=self.digest)
+
+    def close_sender(self, sender: Sender) -> None:
+        assert isinstance(sender, GlooSender)
+        sender.release()
+
+    def address_info(self, sender: Sender) -> dict[str, Any]:
+        assert self._host is not None  # `host_rendezvous` came first
+        return {
+            "master_address": self._host.host,
+            "master_port": self._host.port,
+            "world_size": 1 + len(self.links),
+            "prefix": self._prefix,
+            "join_s": self._join_s + _LATER_S,
+        }
+
+    def member_payload(self, link: MemberLink) -> dict[str, Any]:
+        return {"rank_offset": 1 + self.links.index(link), "reader": link.name}
+
+    def dispose(self) -> None:
+        super().dispose()
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
+
+
+class GlooWeightTransferEngine(StreamedWorkerEngine[GlooWeightTransferInitInfo]):
+    """Receives the trainer's broadcasts into the sink."""
+
+    init_info_cls = GlooWeightTransferInitInfo
+    reusable_after_abort = False
+
+    _group: GlooGroup | None = None
+
+    async def init_transfer_engine(  # type: ignore[override] # a step may be either
+        self, init_info: GlooWeightTransferInitInfo
+    ) -> None:
+        names = [f"rank {rank}" for rank in range(init_info.world_size)]
+        names[0] = "trainer"
+        group = GlooGroup(
+            Meeting(
+                init_info.master_address,
+                init_info.master_port,
+                init_info.prefix,
+                rank=init_info.rank_offset,
+                size=init_info.world_size,
+                names=names,
+            )
+        )
+        try:
+            # On a lane of its own: a join that is stuck in gloo must not keep the next one out.
+            await _join(group, init_info.join_s, self._lane_factory, self.name)
+        except BaseException:
+            group.close()
+            raise
+        self._group = group
+        super().init_transfer_engine(init_info)
+
+    def open_receiver(self, init_info: GlooWeightTransferInitInfo) -> Receiver:
+        assert self._group is not None  # joined right before
+        return GlooReceiver(self._group, digest=init_info.digest)
+
+    def close_receiver(self, receiver: Receiver) -> None:
+        assert isinstance(receiver, GlooReceiver)
+        receiver.release()
+        self._group = None
+
+
+async def _join(group: GlooGroup, seconds: float, lane_factory: LaneFactory, name: str) -> None:
+    """Join within `seconds`, or, where gloo does not notice, a moment later."""
+    async with _own_lane(lane_factory, f"{name}-join") as lane:
+        with anyio.move_on_after(seconds + _EARLIER_S / 2) as scope:
+            await lane.run(lambda: group.join(timeout=seconds), abort=group.abort, grace=0.2)
+        if scope.cancelled_caught:
+            raise PhaseTimeout(f"the group did not come about within {seconds:g} s", phase="init")
+
+
+@asynccontextmanager
+async def _own_lane(lane_factory: LaneFactory, name: str) -> AsyncIterator[LaneLike]:
+    lane = lane_factory(name)
+    try:
+        yield lane
+    finally:
+        lane.close()
+
+
+def _host_of(link: MemberLink) -> str | None:
+    """Where a member's control server is; None for a client that does not say."""
+    url = getattr(link.client, "base_url", None)
+    if not isinstance(url, str):
+        return None
+    if url.startswith("unix:"):
+        return "127.0.0.1"
+    return urlsplit(url).hostname

@@ -1,0 +1,247 @@
+"""Rounds whose tensors the caller pushes, one after the other: ``engine.session(version)``.
+
+The round runs in the background over a source whose pass yields what is pushed. A pass asks for
+the next tensor once the last one has been copied out; that is when `PushSession.send` returns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self, final
+
+import anyio
+
+from aiosync.admission import NEXT
+from aiosync.budget import Budget
+from aiosync.concurrency import run_to_end
+from aiosync.errors import Busy, Validation
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    import torch
+
+    from aiosync.admission import Next
+    from aiosync.handle import WeightUpdate
+    from aiosync.metadata import ParamMeta
+    from aiosync.passes import Pair
+    from aiosync.report import Report
+    from aiosync.trainer import TrainerWeightTransferEngine
+    from aiosync.version import Version
+
+
+@final
+class PushSource:
+    """Announces what `like` does, or the metadata of `begin`, and yields what is offered.
+
+    All but `metadata` and `owned_names` happens on the event loop.
+    """
+
+    is_async = True
+
+    def __init__(self, like: Any) -> None:
+        self._like = like
+        self._given: Sequence[ParamMeta] | None = None
+        self._is_complete = self._is_over = False
+        self._offer: Pair | None = None
+        self._changed = anyio.Event()
+
+    @property
+    def metadata(self) -> Any:
+        return self._like.metadata if self._given is None else self._given
+
+    def owned_names(self, rank: int) -> list[str]:
+        named = getattr(self._like, "owned_names", None)
+        if self._given is None and named is not None:
+            return list(named(rank))
+        return [meta.name for meta in self.metadata if meta.owners is None or rank in meta.owners]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        return {} if self._given is not None else dict(getattr(self._like, "aliases", None) or {})
+
+    @property
+    def left_out(self) -> list[str]:
+        return [] if self._given is not None else list(getattr(self._like, "left_out", None) or ())
+
+    def begin(self, metadata: Sequence[ParamMeta] | None) -> None:
+        """A new round: nothing has been offered yet."""
+        if metadata is None and self._like is None:
+            raise Validation("the engine has no source: say what comes, session(metadata=[...])")
+        self._given = metadata
+        self._is_complete = self._is_over = False
+        self._offer = None
+
+    def complete(self) -> None:
+        """Nothing more will be offered: a pass may end."""
+        self._is_complete = True
+        self._change()
+
+    def end(self) -> None:
+        """The round is over; nothing more is taken."""
+        self._is_over = True
+        self._change()
+
+    async def offer(self, name: str, tensor: torch.Tensor) -> bool:
+        """Wait until the tensor has been copied out; False if the round ended instead."""
+        if self._offer is not None:
+            raise Busy(f"a send of {self._offer[0]} is under way; send one tensor after the other")
+        mine = self._offer = (name, tensor)
+        self._change()
+        try:
+            while self._offer is mine and not self._is_over:
+                await self._changed.wait()
+            return self._offer is not mine
+        finally:
+            if self._offer is mine:
+                self._offer = None
+
+    async def iter_full(self) -> AsyncIterator[Pair]:
+        while True:
+            while self._offer is None:
+                if self._is_complete:
+                    return
+                await self._changed.wait()
+            yield self._offer
+            self._offer = None
+            self._change()
+
+    def _change(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+
+@final
+class PushSession:
+    """A round under way, fed by `send`. Made by ``engine.session``; use it as ``async with``.
+
+    Leaving the block waits until every worker has confirmed the version. Leaving it by an
+    exception cancels the round and lets the exception through; so does cancelling a `send`. The
+    round does not commit before the block is left.
+    """
+
+    def __init__(
+        self,
+        engine: TrainerWeightTransferEngine[Any],
+        version: Any,
+        budget: Budget,
+        *,
+        metadata: Sequence[ParamMeta] | None,
+        rollback: bool,
+    ) -> None:
+        self._engine = engine
+        self._version = version
+        self._budget = budget
+        self._metadata = None if metadata is None else list(metadata)
+        self._rollback = rollback
+        self._update: WeightUpdate | None = None
+        self._is_open = False
+
+    @property
+    def update(self) -> WeightUpdate:
+        """The round's handle, for its progress and `cancel`."""
+        if self._update is None:
+            raise Validation("the session has not been entered; use `async with`")
+        return self._update
+
+    @property
+    def version(self) -> Version:
+        return self.update.version
+
+    @property
+    def report(self) -> Report | None:
+        """The round's report once it is over, failed or not."""
+        return self.update.report
+
+    async def send(self, name: str, tensor: torch.Tensor) -> None:
+        """Send one tensor; it may change once this returns.
+
+        Names come in the order of the metadata; a wrong name, dtype or shape fails the round.
+
+        Raises:
+            Validation: The tensor is not the announced one, or the session is over.
+            Busy: Another `send` is under way.
+            Exception: What ended the round, now or before.
+        """
+        update = self.update
+        if not self._is_open:
+            raise Validation("the session is over", tensor=name)
+        try:
+            taken = await self._source.offer(name, tensor)
+        except Busy:
+            raise
+        except BaseException:  # cancelled: the round may still be reading the caller's tensor
+            await self._give_up()
+            raise
+        if not taken:
+            await update.wait()
+
+    async def __aenter__(self) -> Self:
+        if self._update is not None:
+            raise Validation("a session can be entered once")
+        engine = self._engine
+        engine.admission.check()
+        side = engine.source_side.pushed
+        self._source: PushSource = side.source
+        self._source.begin(self._metadata)
+        this = engine.admission.take(
+            self._version, self._budget, rollback=self._rollback, source_side=side
+        )
+        this.over.then(self._source.end)
+        self._update = engine.start_round(this)
+        self._is_open = True
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._is_open = False
+        if error is not None:
+            await self._give_up()
+            return
+        self._source.complete()
+        try:
+            await self.update.wait()
+        except BaseException:
+            await self._give_up()  # cancelled; a no-op if the round has ended by itself
+            raise
+
+    async def _give_up(self) -> None:
+        update = self.update
+        update.cancel()
+        await run_to_end(update.wait, seconds=2 * self._budget.cleanup)
+
+    def __repr__(self) -> str:
+        return f"<PushSession of {self._update!r}>"
+
+
+def open_session(
+    engine: TrainerWeightTransferEngine[Any],
+    version: int | str | Version | Next = NEXT,
+    *,
+    metadata: Sequence[ParamMeta] | None = None,
+    timeout: float | None = None,
+    budget: Budget | None = None,
+    rollback: bool = False,
+) -> PushSession:
+    """A round for callers that hold the loop over the tensors themselves.
+
+        async with engine.session(version=3) as session:
+            for name, tensor in exporter():
+                await session.send(name, tensor)
+        print(session.report)
+
+    The round begins when the block is entered. A pause between two sends may not be longer than
+    the budget's `stall`. With several trainer ranks each rank opens a session and sends what it
+    owns; rank 0's leaving the block commits.
+
+    Args:
+        version, timeout, budget, rollback: As for `send_weights`.
+        metadata: What will be sent, in order; None: what the engine's source announces.
+
+    Raises:
+        Validation: The engine writes its own `send_weights`, which a session cannot feed.
+    """
+    if getattr(type(engine).send_weights, "is_override", False):
+        raise Validation(
+            f"{type(engine).__name__} overrides send_weights: it takes its tensors from its source"
+        )
+    limits = Budget.of(budget, timeout)
+    return PushSession(engine, version, limits, metadata=metadata, rollback=rollback)

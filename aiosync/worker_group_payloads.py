@@ -1,0 +1,44 @@
+"""Which part of a payload each rank of a group gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiosync.errors import Validation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiosync.worker_group_peer import Rank
+
+
+def info_of(init_info: dict[str, Any], rank: Rank) -> dict[str, Any]:
+    """The init info of one rank: a reader of its own, and its own place behind ``rank_offset``."""
+    info = dict(init_info)
+    for key in ("reader", "rank_offset"):
+        if isinstance(info.get(key), int):
+            info[key] += rank.first
+        elif key in info:
+            info[key] = f"{info[key]}/{rank.index}"
+    return info
+
+
+def check_payload(update_info: Any, ranks: Sequence[Rank]) -> Any:
+    """Refuse what cannot be dealt out to the ranks; what is in it they judge themselves."""
+    if not isinstance(update_info, dict | list):
+        raise Validation(f"update_info must be a dict or a list, not {update_info!r:.40}")
+    size = sum(rank.size for rank in ranks)
+    if isinstance(update_info, list) and len(update_info) != size:
+        raise Validation(
+            f"update_info has {len(update_info)} entries for {size} ranks", phase="update"
+        )
+    return update_info
+
+
+def of_rank(payload: Any, rank: Rank) -> Any:
+    """A rank's part of an update info: its entry of a list, or the dict that all share."""
+    if not isinstance(payload, list):
+        return payload
+    if rank.size == 1:
+        return payload[rank.first]
+    return payload[rank.first : rank.first + rank.size]
