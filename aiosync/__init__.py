@@ -192,6 +192,7 @@ if TYPE_CHECKING:
         WeightUpdate as WeightUpdate,
     )
     from aiosync.iterator_source import IteratorSource as IteratorSource
+    from aiosync.layerwise import LayerwiseSink as LayerwiseSink
     from aiosync.legacy_source import LegacySource as LegacySource
     from aiosync.messages import (
         PeerState as PeerState,
@@ -218,6 +219,8 @@ if TYPE_CHECKING:
         materialize_full_tensor as materialize_full_tensor,
     )
     from aiosync.push import PushSession as PushSession
+    from aiosync.relay import RelaySink as RelaySink
+    from aiosync.relay import TensorReceiver as TensorReceiver
     from aiosync.report import (
         MemberOutcome as MemberOutcome,
     )
@@ -231,7 +234,13 @@ if TYPE_CHECKING:
         serve as serve,
     )
     from aiosync.sinks import (
+        InPlaceSink as InPlaceSink,
+    )
+    from aiosync.sinks import (
         Sink as Sink,
+    )
+    from aiosync.sinks import (
+        StagedSink as StagedSink,
     )
     from aiosync.sinks import (
         make_sink as make_sink,
@@ -245,6 +254,7 @@ if TYPE_CHECKING:
     from aiosync.trainer import TrainerWeightTransferEngine as TrainerWeightTransferEngine
     from aiosync.version import Version as Version
     from aiosync.worker import WeightTransferEngine as WeightTransferEngine
+    from aiosync.worker_group import WorkerGroup as WorkerGroup
     from statemachines import (
         Subscription as Subscription,
     )
@@ -289,6 +299,8 @@ _LAZY = {
     "LoopbackTrainerInitInfo": "aiosync.engines.loopback",
     "LoopbackTrainerWeightTransferEngine": "aiosync.engines.loopback",
     "LoopbackWeightTransferEngine": "aiosync.engines.loopback",
+    "InPlaceSink": "aiosync.sinks",
+    "LayerwiseSink": "aiosync.layerwise",
     "Member": "aiosync.fleet",
     "MemberOutcome": "aiosync.report",
     "ModuleSource": "aiosync.sources",
@@ -301,7 +313,10 @@ _LAZY = {
     "RoundHeader": "aiosync.messages",
     "RoundProgress": "aiosync.handle",
     "Shard": "aiosync.metadata",
+    "RelaySink": "aiosync.relay",
     "Sink": "aiosync.sinks",
+    "StagedSink": "aiosync.sinks",
+    "TensorReceiver": "aiosync.relay",
     "State": "statemachines.tables",
     "Subscription": "statemachines",
     "SupportsAbort": "aiosync.client",
@@ -326,6 +341,7 @@ _LAZY = {
     "WeightUpdate": "aiosync.handle",
     "WeightUpdateService": "aiosync.server",
     "Weights": "statemachines.tables",
+    "WorkerGroup": "aiosync.worker_group",
     "available_backends": "aiosync.factory",
     "connect": "aiosync.front_door",
     "layerwise_groups": "aiosync.metadata",

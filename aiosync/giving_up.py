@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiosync.concurrency import first_line, quietly, run_to_end
+from aiosync.errors import Fenced
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger, Weights
 from transports.lane import Lane
@@ -83,6 +84,8 @@ def _flip(round: Round, cause: BaseException) -> None:
         and link.peer.state == State.INITIALIZED
         for link in round.links
     )
+    if isinstance(cause, Fenced):
+        engine.cycle.fenced = cause
     usable = confirmed and engine.reusable_after_abort and engine.source_side.healthy
     engine.machine.fire(
         Trigger.ABORT if usable else Trigger.FAIL,

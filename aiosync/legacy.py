@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["receive_weights", "trainer_send_weights"]
 
 _LISTS = ("names", "dtype_names", "shapes")
+_SENDING = ("version", "timeout", "budget", "rollback")
 
 
 async def trainer_send_weights(
@@ -59,19 +60,16 @@ async def trainer_send_weights(
         Validation: No worker was given, or something in `trainer_args` is unknown.
         AiosyncError: What `connect` and `send_weights` raise.
     """
-    options = _options(trainer_args)
-    post = options.pop("post_iter_func", None)
-    sending = {
-        name: options.pop(name)
-        for name in ("version", "timeout", "budget", "rollback")
-        if name in options
-    }
-    workers = options.pop("workers", None) or options.pop("url", None)
-    if not workers:
-        raise Validation("trainer_args: say where the workers are (workers= or url=)")
-    if (lists := [options.pop(name, None) for name in _LISTS]).count(None) not in (0, len(lists)):
-        raise Validation(f"trainer_args: {', '.join(_LISTS)} come together")
     try:
+        options = _options(trainer_args)
+        post = options.pop("post_iter_func", None)
+        lists = [options.pop(name, None) for name in _LISTS]
+        sending = {name: options.pop(name) for name in _SENDING if name in options}
+        workers = options.pop("workers", None) or options.pop("url", None)
+        if not workers:
+            raise Validation("trainer_args: say where the workers are (workers= or url=)")
+        if lists.count(None) not in (0, len(lists)):
+            raise Validation(f"trainer_args: {', '.join(_LISTS)} come together")
         source = await _source_of(_each(iterator, post), lists)
         async with connect(source, workers=workers, **options) as engine:
             return await engine.send_weights(**sending)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, final
 import anyio
 
 from aiosync.concurrency import collapse
-from aiosync.errors import AiosyncError, PeerLost, PhaseTimeout, RoundCancelled
+from aiosync.errors import AiosyncError, PhaseTimeout, RoundCancelled
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -246,5 +246,6 @@ class Session:
                 weights=cause.weights,
             )
         if isinstance(cause, Exception):
-            return PeerLost(f"the round ended with {type(cause).__name__}: {cause}")
+            text = f"the round ended with {type(cause).__name__}: {cause}"
+            return RoundCancelled(text, round=self.number)
         return RoundCancelled("the worker stopped during the round", round=self.number)

@@ -219,14 +219,14 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
 
         Raises:
             PhaseTimeout: Not done within `timeout` seconds.
-            InvalidTransition: The engine is initialized already, in a round, or closed.
-            Busy: Another `initialize` is under way.
+            InvalidTransition, Busy: Initialized already, in a round, closed; or another is under way.
         """
         self.admission.check_process()
         if self.state is State.FAILED:
             await self.reset()
         if self.state is not State.IDLE:
             raise self.wrong_order("initialize")
+        self.cycle.fenced = None
         await open_channel(self, timeout)
 
     async def send_weights(

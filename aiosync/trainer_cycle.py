@@ -14,7 +14,7 @@ from aiosync.admission import NEXT
 from aiosync.budget import Budget
 from aiosync.client_protocol import adapt_client
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import InvalidTransition, Validation
+from aiosync.errors import Fenced, InvalidTransition, Validation
 from aiosync.lane_calls import LaneCalls
 from aiosync.liveness import kept_alive
 from aiosync.members import MemberLink, fan_out, links_of, opened
@@ -37,6 +37,8 @@ class TrainerCycle:
 
     def __init__(self, engine: TrainerWeightTransferEngine[Any]) -> None:
         self.engine = engine
+        self.fenced: Fenced | None = None
+        """What a worker said that belongs to another trainer now; cleared by `initialize`."""
 
     async def send(
         self, bare: Callable[..., Any], *args: Any, on_busy: str = "raise", **options: Any
@@ -60,6 +62,14 @@ class TrainerCycle:
         engine = self.engine
         if engine.state is State.INITIALIZED:
             return
+        if self.fenced is not None:
+            # Taking the worker back by itself would start a tug-of-war between two trainers.
+            raise Fenced(
+                self.fenced.message,
+                phase="admit",
+                next_step="`await engine.initialize()` takes the workers back",
+                detail=self.fenced.detail,
+            )
         if engine.state not in (State.FAILED, State.IDLE) or not engine.recovers:
             raise engine.wrong_order("start")
         if engine.state is State.FAILED or engine.rounds:

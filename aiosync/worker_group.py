@@ -35,7 +35,7 @@ from aiosync.rendezvous import owner_name
 from aiosync.worker import WeightTransferEngine
 from aiosync.worker_group_commit import commit
 from aiosync.worker_group_payloads import check_payload, info_of, of_rank
-from aiosync.worker_group_peer import Rank
+from aiosync.worker_group_peer import Rank, watch_all
 from aiosync.worker_group_state import merge_states, merge_weights
 from statemachines.tables import State, Trigger
 
@@ -92,7 +92,7 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
         super().__init__(SimpleNamespace(backend="group"), None, None, None, hub=hub, name=name)
         self._by_link = {rank.link: rank for rank in self.ranks}
         self._info_of = info_of if init_info_of is None else _by_index(init_info_of)
-        self._heartbeat_s, self._misses, self._wait_s = heartbeat_s, misses, wait_s
+        self._beat, self._wait_s = (heartbeat_s, misses), wait_s
         self._stack = AsyncExitStack()
         self._watching = Supervisor()
         self._entered = False
@@ -109,7 +109,8 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
             raise
         self._count()
         self._entered = True
-        self._watching.start(self._watch(), name=f"{self.name}-heartbeats")
+        watching = watch_all(self.ranks, self.header_of, self._heard, *self._beat)
+        self._watching.start(watching, name=f"{self.name}-heartbeats")
         return self
 
     async def aclose(self) -> None:
@@ -179,7 +180,7 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
 
     @weights.setter
     def weights(self, value: Weights) -> None:
-        """Only the ranks' own answers count."""
+        pass  # only the ranks' own answers count
 
     @property
     def version(self) -> Version | None:
@@ -190,7 +191,7 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
 
     @version.setter
     def version(self, value: Version | None) -> None:
-        """As for `weights`."""
+        pass  # as above
 
     @property
     def reusable_after_abort(self) -> bool:  # type: ignore[override]  # here it depends
@@ -289,18 +290,6 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
             self._opening = before
             for rank in self.ranks:
                 rank.write_off()
-
-    async def _watch(self) -> None:
-        async with anyio.create_task_group() as group:
-            for rank in self.ranks:
-                beating = functools.partial(
-                    rank.watch,
-                    self.header_of,
-                    self._heard,
-                    every=self._heartbeat_s,
-                    misses=self._misses,
-                )
-                group.start_soon(beating)
 
     def _heard(self) -> None:
         """Between rounds, a rank that is gone or no longer ours ends the channel."""

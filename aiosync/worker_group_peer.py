@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any, final
 
@@ -16,7 +17,7 @@ from aiosync.watchable import BUSY
 from statemachines.tables import State, Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aiosync.version import Version
 
@@ -252,3 +253,17 @@ class Rank:
         self._missed = 0
         if not self._calls:
             self.found()
+
+
+async def watch_all(
+    ranks: Sequence[Rank],
+    header_of: Callable[[Rank], RoundHeader | None],
+    heard: Callable[[], None],
+    every: float,
+    misses: int,
+) -> None:
+    """`Rank.watch` of all of them, side by side."""
+    async with anyio.create_task_group() as group:
+        for rank in ranks:
+            watch = functools.partial(rank.watch, header_of, heard, every=every, misses=misses)
+            group.start_soon(watch)

@@ -130,3 +130,18 @@ async def test_restarted_worker_is_noticed_before_a_byte_moves(tmp_path):
         report = await sync.send_weights(version=2)
         assert report.recovered
         assert (await worker.facts())["prints"] == models.fingerprint(model)
+
+
+@pytest.mark.asyncio
+async def test_a_fenced_trainer_does_not_take_the_worker_back_by_itself():
+    first, second = models.make("small", 8), models.make("small", 9)
+    async with replica(seed=2) as worker:
+        async with aiosync.connect(first, workers=[worker.url]) as old:
+            async with aiosync.connect(second, workers=[worker.url]) as new:
+                for version in (1, 2):
+                    with pytest.raises(aiosync.Fenced):
+                        await old.send_weights(version=version)
+                await new.send_weights(version=1)
+            await old.initialize()
+            await old.send_weights(version=3)
+            assert (await worker.facts())["prints"] == models.fingerprint(first)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 
+import sliced
 import torch
 from torch import nn
 
 
 def make(kind: str, seed: int) -> nn.Module:
     """A model with weights of `seed`; kinds differ in what their tensors look like."""
+    if kind == "full" or kind.startswith("slice-"):
+        return sliced.make(kind, seed)
     torch.manual_seed(seed)
     if kind == "small":
         model: nn.Module = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 7))

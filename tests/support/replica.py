@@ -27,11 +27,16 @@ async def main() -> None:
     parser.add_argument("--token")
     parser.add_argument("--path")
     parser.add_argument("--name", default="replica")
+    parser.add_argument("--marker")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = models.make(options.kind, options.seed)
     config = aiosync.WeightTransferConfig(
-        options.backend, sink=options.sink, verify=options.verify, lease_s=options.lease
+        options.backend,
+        sink=options.sink,
+        verify=options.verify,
+        lease_s=options.lease,
+        marker=options.marker,
     )
     engine = aiosync.WeightTransferEngineFactory.create_engine(
         config, None, torch.device("cpu"), model, name=options.name
