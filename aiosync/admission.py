@@ -67,6 +67,12 @@ class Admission:
                 phase="admit",
             )
 
+    def check_free(self) -> None:
+        """Raise what `check` raises, and `Busy` while an ``initialize`` is under way."""
+        self.check()
+        if self._engine.is_opening:
+            raise Busy("an initialize is under way", detail=self._engine.standing())
+
     @contextmanager
     def closed_for(self, what: str) -> Iterator[None]:
         """Let no round begin while the block runs."""

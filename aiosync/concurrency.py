@@ -110,7 +110,8 @@ def _distance_from_cause(error: BaseException) -> int:
         # An exception of the user's own code (a source, a loader) is the cause by itself.
         return 0 if isinstance(error, Exception) else 1
     if error.code in ("transport_aborted", "peer_lost"):
-        return 3
+        # A group that lost a rank knows why the others' connections closed.
+        return 1 if "lost_rank" in error.detail else 3
     return 1 if isinstance(error, RemoteError) else 2
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiosync.budget import check_seconds
 from aiosync.errors import Validation
+from statemachines.hub import TransitionHub
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +78,20 @@ class WeightTransferUpdateRequest:
     """Body of ``update_weights``: one payload, or one per worker rank."""
 
     update_info: dict[str, Any] | list[dict[str, Any]] = field(default_factory=dict)
+
+
+def check_identity(rank: object, lineage: object, hub: object) -> None:
+    """Refuse what an engine cannot be told by.
+
+    Raises:
+        Validation: Names the argument.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        raise Validation(f"rank must be an int of at least 0, not {rank!r}")
+    if lineage is not None and (not isinstance(lineage, str) or not lineage):
+        raise Validation(f"lineage must be a non-empty string or None, not {lineage!r}")
+    if hub is not None and not isinstance(hub, TransitionHub):
+        raise Validation(f"hub must be a TransitionHub or None, not {hub!r}")
 
 
 class WeightTransferInitInfo:

@@ -100,7 +100,10 @@ class WeightTransferEngineFactory:
             model: What takes the weights.
             options: Further keywords of the engine (``hub``, ``name``).
         """
-        return _WORKERS.get(config.backend)(config, vllm_config, device, model, **options)
+        backend = getattr(config, "backend", None)
+        if not isinstance(backend, str):
+            raise Validation(f"config must have a backend's name in .backend, not {config!r}")
+        return _WORKERS.get(backend)(config, vllm_config, device, model, **options)
 
 
 @final
@@ -124,7 +127,10 @@ class WeightTransferTrainerFactory:
         init_info: Any, *, client: Any, source: Any = None, **options: Any
     ) -> Any:
         """Construct and initialise the trainer engine that ``init_info.backend`` names."""
-        cls = _TRAINERS.get(init_info.backend)
+        backend = getattr(init_info, "backend", None)
+        if not isinstance(backend, str):
+            raise Validation(f"init_info must be a TrainerInitInfo, not {init_info!r}")
+        cls = _TRAINERS.get(backend)
         return await cls.trainer_init(init_info, client=client, source=source, **options)
 
 

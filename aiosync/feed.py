@@ -16,11 +16,10 @@ import anyio
 import torch
 
 from aiosync import passes
+from aiosync.grouping import group_sizes
 from aiosync.metadata import (
     dtype_name,
-    first_few,
     from_wire,
-    layer_runs,
     metadata_digest,
     to_wire,
     validate_metadata,
@@ -111,16 +110,7 @@ class SourceFeed:
 
     @cached_property
     def _group_cut(self) -> list[int]:
-        names = [meta.name for meta in self.metadata]
-        groups = getattr(self.source, "groups", None)
-        cut = layer_runs(names) if groups is None else groups()
-        grouped = [name for group in cut for name in group]
-        if grouped != names:
-            raise Validation(
-                f"{type(self.source).__name__}.groups() must list every announced name once, in"
-                f" metadata order: {_why_no_partition(grouped, names)}"
-            )
-        return [len(group) for group in cut]
+        return group_sizes(self.source, [meta.name for meta in self.metadata])
 
     def group_counts(self) -> list[int]:
         """How many tensors this rank yields of each layer group."""
@@ -281,21 +271,6 @@ def _mismatch(meta: ParamMeta, tensor: Any) -> str | None:
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout}; only strided tensors are sent"
     return None
-
-
-def _why_no_partition(grouped: list[str], names: list[str]) -> str:
-    known, seen = set(names), set(grouped)
-    if unknown := [name for name in grouped if name not in known]:
-        return f"{unknown[0]!r} is not announced"
-    if missing := [name for name in names if name not in seen]:
-        return f"it lacks {first_few(missing)}"
-    if len(grouped) != len(names):
-        return f"it repeats {next(name for name in names if grouped.count(name) > 1)!r}"
-    at = next(i for i, (a, b) in enumerate(zip(grouped, names, strict=True)) if a != b)
-    return (
-        f"at position {at} the metadata has {names[at]}, groups() has {grouped[at]};"
-        f" metadata in this order would fit: {first_few(grouped, 6)}"
-    )
 
 
 def _kind(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, final
 
 from aiosync.client import HTTPVLLMWeightSyncClient
@@ -43,6 +44,8 @@ class FleetClient:
     def __init__(self, members: Sequence[Any], *, policy: str = "all") -> None:
         if policy != "all":
             raise Validation(f"policy must be 'all', not {policy!r}")
+        if isinstance(members, str) or not isinstance(members, Iterable):
+            raise Validation(f"members must be a list, not {members!r}")
         self.policy = policy
         self.members = tuple(
             member if isinstance(member, Member) else Member(_name_of(member, index), member)

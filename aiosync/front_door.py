@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ async def connect(
         Validation: No worker was given, or the backend is unknown.
         PeerLost, Unauthorized, ProtocolMismatch: A worker could not be reached or used; named.
     """
+    if not isinstance(workers, Iterable):
+        raise Validation(f"workers must be a list of URLs, clients or members, not {workers!r}")
     urls = [workers] if isinstance(workers, str) else list(workers)
     if not urls:
         raise Validation("connect needs at least one worker")

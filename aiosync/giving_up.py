@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from aiosync.commit import confirms
 from aiosync.concurrency import first_line, quietly, run_to_end
 from aiosync.errors import Fenced
 from aiosync.watchable import BUSY
@@ -32,8 +33,9 @@ async def give_up(round: Round, cause: BaseException) -> None:
     if machine.state not in BUSY:
         return
     try:
-        if not round.sent_finish:
-            await run_to_end(lambda: abort_members(round, cause), seconds=round.budget.cleanup / 2)
+        # After finish, too: a member that waits for its swap would block its generation, and one
+        # that is swapping answers when it is done. Either way its outcome is known then.
+        await run_to_end(lambda: abort_members(round, cause), seconds=round.budget.cleanup / 2)
     finally:
         _flip(round, cause)
 
@@ -60,12 +62,14 @@ async def abort_members(round: Round, cause: BaseException) -> None:
         before = link.phase, link.error
         await link.call("abort_weight_update", reason, header=round.header(link))
         link.phase, link.error = before
-        if link.peer is not None and link.peer.state not in BUSY:
+        if round.sent_finish and confirms(round, link.peer):
+            link.outcome = "committed"
+        elif link.peer is not None and link.peer.state not in BUSY:
             link.outcome = "aborted"
 
     async with anyio.create_task_group() as group:
         for link in round.links:
-            if link.supports("abort"):
+            if link.supports("abort") and link.outcome not in ("committed", "failed"):
                 group.start_soon(quietly, one, link)
 
 

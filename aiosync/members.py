@@ -8,10 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import anyio
+import msgspec
 
 from aiosync.client import Capabilities, adapt_client
 from aiosync.concurrency import collapse, rank_errors, uncancelled
-from aiosync.errors import AiosyncError
+from aiosync.errors import AiosyncError, RemoteError
 from aiosync.replies import refuse_denial
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class MemberLink:
             refuse_denial(reply, replica=self.name, phase=_PHASE.get(method, method))
         except AiosyncError as error:
             error.locate(replica=self.name, phase=_PHASE.get(method))
+            if isinstance(error, RemoteError) and error.weights and self.peer is not None:
+                self.peer = msgspec.structs.replace(self.peer, weights=error.weights)
             raise
         self.note(getattr(reply, "peer", None))
         return reply

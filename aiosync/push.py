@@ -6,7 +6,7 @@ the next tensor once the last one has been copied out; that is when `PushSession
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, TypeVar, final
 
 import anyio
 
@@ -16,7 +16,7 @@ from aiosync.concurrency import run_to_end
 from aiosync.errors import Busy, Validation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     import torch
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from aiosync.report import Report
     from aiosync.trainer import TrainerWeightTransferEngine
     from aiosync.version import Version
+
+T = TypeVar("T")
 
 
 @final
@@ -41,7 +43,7 @@ class PushSource:
     def __init__(self, like: Any) -> None:
         self._like = like
         self._given: Sequence[ParamMeta] | None = None
-        self._is_complete = self._is_over = False
+        self._is_complete = self._is_over = self._is_asking = False
         self._offer: Pair | None = None
         self._changed = anyio.Event()
 
@@ -68,8 +70,14 @@ class PushSource:
         if metadata is None and self._like is None:
             raise Validation("the engine has no source: say what comes, session(metadata=[...])")
         self._given = metadata
-        self._is_complete = self._is_over = False
+        self._is_complete = self._is_over = self._is_asking = False
         self._offer = None
+
+    async def asks(self) -> bool:
+        """Wait until a pass asks for its first tensor; False if the round ended instead."""
+        while not self._is_asking and not self._is_over:
+            await self._changed.wait()
+        return not self._is_over
 
     def complete(self) -> None:
         """Nothing more will be offered: a pass may end."""
@@ -100,6 +108,9 @@ class PushSource:
             while self._offer is None:
                 if self._is_complete:
                     return
+                if not self._is_asking:
+                    self._is_asking = True
+                    self._change()
                 await self._changed.wait()
             yield self._offer
             self._offer = None
@@ -114,9 +125,10 @@ class PushSource:
 class PushSession:
     """A round under way, fed by `send`. Made by ``engine.session``; use it as ``async with``.
 
-    Leaving the block waits until every worker has confirmed the version. Leaving it by an
-    exception cancels the round and lets the exception through; so does cancelling a `send`. The
-    round does not commit before the block is left.
+    Entering the block waits until every worker is ready to receive, leaving it until every worker
+    has confirmed the version; nothing is committed before. Leaving it by an exception cancels the
+    round and lets the exception through; so does cancelling a `send`. Between two sends the
+    engine's ``source_lane`` is free for the caller's own gathers.
     """
 
     def __init__(
@@ -165,14 +177,7 @@ class PushSession:
         update = self.update
         if not self._is_open:
             raise Validation("the session is over", tensor=name)
-        try:
-            taken = await self._source.offer(name, tensor)
-        except Busy:
-            raise
-        except BaseException:  # cancelled: the round may still be reading the caller's tensor
-            await self._give_up()
-            raise
-        if not taken:
+        if not await self._guarded(self._source.offer, name, tensor):
             await update.wait()
 
     async def __aenter__(self) -> Self:
@@ -188,6 +193,10 @@ class PushSession:
         )
         this.over.then(self._source.end)
         self._update = engine.start_round(this)
+        # Not before: until the ranks have met the source lane is theirs, and a gather that the
+        # caller puts there would wait for ranks that wait for this one.
+        if not await self._guarded(self._source.asks):
+            await self._update.wait()
         self._is_open = True
         return self
 
@@ -197,10 +206,15 @@ class PushSession:
             await self._give_up()
             return
         self._source.complete()
+        await self._guarded(self.update.wait)
+
+    async def _guarded(self, fn: Callable[..., Awaitable[T]], *args: Any) -> T:
         try:
-            await self.update.wait()
-        except BaseException:
-            await self._give_up()  # cancelled; a no-op if the round has ended by itself
+            return await fn(*args)
+        except Exception:
+            raise
+        except BaseException:  # cancelled: the round may still be reading the caller's tensor
+            await self._give_up()
             raise
 
     async def _give_up(self) -> None:
@@ -228,9 +242,10 @@ def open_session(
                 await session.send(name, tensor)
         print(session.report)
 
-    The round begins when the block is entered. A pause between two sends may not be longer than
+    A pause between two sends may not be longer than
     the budget's `stall`. With several trainer ranks each rank opens a session and sends what it
-    owns; rank 0's leaving the block commits.
+    owns; rank 0's leaving the block commits. A rank that leaves alone ends the round for all, but
+    not a gather that its peers have entered by themselves.
 
     Args:
         version, timeout, budget, rollback: As for `send_weights`.

@@ -121,9 +121,11 @@ class RelaySink(Sink):
             return
         self._began = False
         self.weights = Weights.UNKNOWN  # until the receiver has said that it is not
+        abort = self._parts["abort"]
         async with Lane("aiosync-relay-abort") as lane:
             with anyio.move_on_after(DEFAULTS.cleanup_s) as scope:
-                result = await lane.run(self._parts["abort"], grace=DEFAULTS.cleanup_s / 4)
+                # A lane takes plain functions only; what an async one returns is awaited here.
+                result = await lane.run(lambda: abort(), grace=DEFAULTS.cleanup_s / 4)
                 if inspect.isawaitable(result):
                     await result
         if scope.cancelled_caught:

@@ -20,7 +20,7 @@ from aiosync.agreement import check_holdings, facts_of, holding_of
 from aiosync.commit import commit
 from aiosync.concurrency import Milestone, collapse, run_legs
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import Fenced, InvalidTransition, PhaseTimeout, RoundCancelled
+from aiosync.errors import Fenced, InvalidTransition, PhaseTimeout, RoundCancelled, Validation
 from aiosync.giving_up import abort_members, give_up
 from aiosync.liveness import kept_alive, watch_stall
 from aiosync.members import MemberLink, fan_out, opened
@@ -140,6 +140,13 @@ class Round:
 
     async def _phases(self) -> None:
         engine = self.engine
+        if not engine.is_sender and engine.ranks.size == 1:
+            raise Validation(
+                f"rank {engine.rank} sends nothing, and there is no other trainer rank that could:"
+                " pass group=, or initialise torch.distributed first",
+                rank=engine.rank,
+                phase="admit",
+            )
         with self._timed("admit", self.budget.admit or DEFAULTS.admit_s):
             await engine.cycle.ensure_initialized(self)
             await self._validate()

@@ -158,7 +158,7 @@ async def serve(
     """
     secret = await load_token(token, token_file)
     is_tcp = host is not None or port is not None
-    _check_where(host, port, path, has_token=secret is not None, insecure=insecure)
+    _check_where(host, port, path, advertise, has_token=secret is not None, insecure=insecure)
     service = WeightUpdateService(engine, token=secret, name=name, world_size=world_size)
     async with AsyncExitStack() as stack:
         if is_tcp:
@@ -171,10 +171,21 @@ async def serve(
 
 
 def _check_where(
-    host: str | None, port: Any, path: object, *, has_token: bool, insecure: bool
+    host: str | None,
+    port: Any,
+    path: object,
+    advertise: object,
+    *,
+    has_token: bool,
+    insecure: bool,
 ) -> None:
     if path is not None and (host is not None or port is not None):
         raise Validation("give host and port, or path, not both")
+    for field, value in (("host", host), ("advertise", advertise)):
+        if value is not None and not isinstance(value, str):
+            raise Validation(f"{field} must be a string, not {value!r}")
+    if path is not None and not isinstance(path, str | Path):
+        raise Validation(f"path must be a string or a Path, not {path!r}")
     if port is not None and (
         isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16
     ):

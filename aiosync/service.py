@@ -48,6 +48,10 @@ class WeightUpdateService:
         name: str | None = None,
         world_size: int | None = None,
     ) -> None:
+        if not callable(getattr(engine, "peer_state", None)):
+            raise TypeError(
+                f"{engine!r} cannot be served: give a worker engine, or a group of them"
+            )
         self.engine = engine
         self.name = name or str(getattr(engine, "name", "worker"))
         self._token = None if token is None else check_token(token)

@@ -27,6 +27,7 @@ the lease), a thread per round (cannot be cancelled), ``asyncio.shield`` (detach
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from typing import TYPE_CHECKING, Any, final
@@ -248,4 +249,12 @@ class Session:
         if isinstance(cause, Exception):
             text = f"the round ended with {type(cause).__name__}: {cause}"
             return RoundCancelled(text, round=self.number)
-        return RoundCancelled("the worker stopped during the round", round=self.number)
+        return stopped(cause, self.number)
+
+
+def stopped(cause: BaseException | None, number: int) -> RoundCancelled:
+    """What a round ended with that no `Exception` ended: a shutdown, or a ``SystemExit``."""
+    text = "the worker stopped during the round"
+    if cause is not None and not isinstance(cause, asyncio.CancelledError):
+        text += f": its code raised {cause!r}"
+    return RoundCancelled(text, round=number)

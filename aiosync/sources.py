@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from functools import cached_property
 from types import FunctionType, MethodType
@@ -134,6 +134,10 @@ class ModuleSource(WeightSource):
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+        if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
+            raise TypeError(f"rename must be a function or a mapping, not {rename!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise Validation(f"dtype= casts floating-point tensors, {dtype} is not one")
         if buffers not in (None, "persistent"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
+import msgspec
+
 from aiosync.client import Capabilities, Reply
 from aiosync.errors import AiosyncError
 from aiosync.messages import error_info, to_error
@@ -83,9 +85,14 @@ class DirectClient:
         try:
             await getattr(self.engine, method)(*args, **options)
         except AiosyncError as error:
-            raise to_error(error_info(error), replica=self.name) from None
+            raise self._reported(error) from None
         except Exception as error:
-            raise to_error(error_info(error), replica=self.name) from error
+            raise self._reported(error) from error
         if self._after is not None:
             await self._after(method)
         return Reply({}, peer=self.engine.peer_state())
+
+    def _reported(self, error: Exception) -> AiosyncError:
+        info = error_info(error)
+        weights = info.weights or self.engine.weights.value
+        return to_error(msgspec.structs.replace(info, weights=weights), replica=self.name)

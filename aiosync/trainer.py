@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 from aiosync.admission import NEXT, Admission
 from aiosync.budget import Budget, check_seconds
 from aiosync.concurrency import Supervisor, run_to_end
+from aiosync.config import check_identity
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import Busy, Validation
+from aiosync.errors import Validation
 from aiosync.handle import in_background
 from aiosync.lane_calls import as_seen_here
 from aiosync.members import links_of
@@ -101,6 +102,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
     ) -> None:
         if recover not in ("auto", "manual"):
             raise Validation(f"recover must be 'auto' or 'manual', not {recover!r}")
+        check_identity(rank, lineage, hub)
         self.source = None if source is None else as_source(source)
         self.is_sender = is_sender
         self.rank = rank
@@ -219,7 +221,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
 
         Raises:
             PhaseTimeout: Not done within `timeout` seconds.
-            InvalidTransition, Busy: Initialized already, in a round, closed; or another is under way.
+            InvalidTransition, Busy: Initialized already, closed; or another is under way.
         """
         self.admission.check_process()
         if self.state is State.FAILED:
@@ -298,12 +300,9 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         Raises:
             Busy: A round, an `initialize` or another `shutdown` is under way.
         """
-        self.admission.check_process()
         if self.state is State.CLOSED:
             return
-        self.admission.check()
-        if self.is_opening:
-            raise Busy("an initialize is under way", phase="shutdown", detail=self.standing())
+        self.admission.check_free()
         if self.state is State.FAILED:
             await self.reset()
         if self.state is State.INITIALIZED:

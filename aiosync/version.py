@@ -66,10 +66,20 @@ def check_label(label: Any) -> None:
     if isinstance(label, str):
         if not label:
             raise Validation("a version label must not be the empty string")
+        if not label.isascii() and not _is_encodable(label):
+            raise Validation(f"a version label must be valid Unicode, not {label!r}")
         return
     if isinstance(label, bool) or not isinstance(label, int):
         raise Validation(f"a version label must be an int or a str, not {label!r}")
     _check_order(label, "an int version label")
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def next_version(current: Version | None, label: Any, *, lineage: str) -> Version:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import anyio
 
-from aiosync.errors import InvalidTransition
+from aiosync.errors import InvalidTransition, Validation
 
 if TYPE_CHECKING:
     from aiosync.version import Version
@@ -26,7 +26,10 @@ class VersionWatch:
 
         Raises:
             InvalidTransition: It will not come any more: the engine is closed.
+            Validation: `order` is no int.
         """
+        if isinstance(order, bool) or not isinstance(order, int):
+            raise Validation(f"order must be an int, not {order!r}")
         while self.version is None or self.version.order < order:
             if self._is_closed:
                 raise InvalidTransition("the engine is closed", phase="wait")

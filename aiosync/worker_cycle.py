@@ -19,7 +19,7 @@ from aiosync.errors import Busy, Coverage, Fenced, RoundCancelled, Validation
 from aiosync.lane_calls import LaneCalls
 from aiosync.overrides import bare_of, call_step
 from aiosync.ownership import Ownership
-from aiosync.session import Session
+from aiosync.session import Session, stopped
 from aiosync.version import check_label, check_successor, next_version, renamed
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger, Weights
@@ -355,7 +355,7 @@ class WorkerCycle:
                 self.sink.release()
             engine.weights = Weights(self.sink.weights)
         if error is None or not isinstance(error, Exception):
-            error = RoundCancelled("the worker stopped during the round", round=session.number)
+            error = stopped(error, session.number)
         self.ownership.settle(error)
         lane_healthy = not engine.lane_poisoned
         usable = engine.reusable_after_abort and lane_healthy and engine.weights == Weights.INTACT

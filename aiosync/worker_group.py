@@ -91,7 +91,7 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
         self.ranks = [Rank(n, rank, group=name, owner=self.owner) for n, rank in enumerate(ranks)]
         super().__init__(SimpleNamespace(backend="group"), None, None, None, hub=hub, name=name)
         self._by_link = {rank.link: rank for rank in self.ranks}
-        self._info_of = info_of if init_info_of is None else _by_index(init_info_of)
+        self._info_of = init_info_of
         self._beat, self._wait_s = (heartbeat_s, misses), wait_s
         self._stack = AsyncExitStack()
         self._watching = Supervisor()
@@ -128,7 +128,8 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
         with self._changing_channel():
             await self._all(Rank.probe, phase="init")
             self._count()
-            await self._all(lambda rank: rank.join(self._info_of(init_info, rank)), phase="init")
+            own = functools.partial(info_of, init_info, custom=self._info_of)
+            await self._all(lambda rank: rank.join(own(rank)), phase="init")
 
     async def start_weight_update(self) -> None:
         header = self.cycle.header
@@ -304,9 +305,3 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
                     weights=self.weights,
                 )
                 return
-
-
-def _by_index(
-    given: Callable[[dict[str, Any], int], dict[str, Any]],
-) -> Callable[[dict[str, Any], Rank], dict[str, Any]]:
-    return lambda init_info, rank: given(dict(init_info), rank.index)

@@ -7,14 +7,21 @@ from typing import TYPE_CHECKING, Any
 from aiosync.errors import Validation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from aiosync.worker_group_peer import Rank
 
 
-def info_of(init_info: dict[str, Any], rank: Rank) -> dict[str, Any]:
+def info_of(
+    init_info: dict[str, Any],
+    rank: Rank,
+    *,
+    custom: Callable[[dict[str, Any], int], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """The init info of one rank: a reader of its own, and its own place behind ``rank_offset``."""
     info = dict(init_info)
+    if custom is not None:
+        return custom(info, rank.index)
     for key in ("reader", "rank_offset"):
         if isinstance(info.get(key), int):
             info[key] += rank.first

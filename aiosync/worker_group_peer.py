@@ -10,7 +10,14 @@ import anyio
 
 from aiosync.client import HTTPVLLMWeightSyncClient
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import AiosyncError, PeerLost, PhaseTimeout, ProtocolMismatch, RemoteError
+from aiosync.errors import (
+    AiosyncError,
+    Fenced,
+    PeerLost,
+    PhaseTimeout,
+    ProtocolMismatch,
+    RemoteError,
+)
 from aiosync.members import MemberLink
 from aiosync.messages import RoundHeader
 from aiosync.watchable import BUSY
@@ -40,7 +47,17 @@ class Rank:
         owes: The method whose answer was not waited for.
     """
 
-    __slots__ = ("_calls", "_missed", "first", "index", "link", "lost", "owes", "owner")
+    __slots__ = (
+        "_answers",
+        "_calls",
+        "_missed",
+        "first",
+        "index",
+        "link",
+        "lost",
+        "owes",
+        "owner",
+    )
 
     def __init__(self, index: int, client: Any, *, group: str, owner: str) -> None:
         if isinstance(client, str):
@@ -53,6 +70,7 @@ class Rank:
         self.owes: str | None = None
         self._calls: set[anyio.CancelScope] = set()
         self._missed = 0
+        self._answers = 0
 
     # -- what is known ---------------------------------------------------------------------------
 
@@ -127,12 +145,13 @@ class Rank:
             if isinstance(error, RemoteError):  # it did answer: its own peer was lost
                 self.owes = None
             elif not isinstance(error, ProtocolMismatch):
-                self.lose(error.message)
+                self._lose_by(error)
             raise error.locate(rank=self.index)  # noqa: B904  the same error, now with its place
         except AiosyncError as error:
             self.owes = None
             raise error.locate(rank=self.index)  # noqa: B904  as above
         finally:
+            self._answers += 1
             self._calls.discard(scope)
         raise self._gone()
 
@@ -152,7 +171,7 @@ class Rank:
                 break
             except AiosyncError as error:
                 if not isinstance(error, RemoteError):
-                    self.lose(error.message)
+                    self._lose_by(error)
                 if not isinstance(error, PeerLost) or time.monotonic() >= deadline:
                     raise error.locate(rank=self.index)  # noqa: B904  as above
             await anyio.sleep(_RETRY_S)
@@ -183,7 +202,10 @@ class Rank:
     async def leave(self) -> None:
         """Free its channel."""
         header = RoundHeader(owner=self.owner, epoch=self.link.epoch)
-        await self.call("shutdown_weight_transfer_engine", header=header)
+        try:
+            await self.call("shutdown_weight_transfer_engine", header=header)
+        except Fenced:
+            return  # somebody else's by now
 
     async def settle(self, reason: str, header: RoundHeader) -> None:
         """Give its round up; afterwards it has answered, or it is lost."""
@@ -212,8 +234,15 @@ class Rank:
 
     def _gone(self) -> PeerLost:
         return PeerLost(
-            f"rank {self.index} is lost: {self.lost}", replica=self.link.name, rank=self.index
+            f"rank {self.index} is lost: {self.lost}",
+            replica=self.link.name,
+            rank=self.index,
+            detail={"lost_rank": self.index},
         )
+
+    def _lose_by(self, error: AiosyncError) -> None:
+        error.detail["lost_rank"] = self.index
+        self.lose(error.message)
 
     # -- heartbeat -------------------------------------------------------------------------------
 
@@ -241,16 +270,19 @@ class Rank:
             heard()
 
     async def _beat(self, header: RoundHeader | None) -> None:
+        ask, answers = self.link.client.weight_update_status, self._answers
         try:
             try:
-                await self.link.call("weight_update_status", header=header)
+                reply = await ask(header=header)
             except RemoteError:  # fenced: it is alive, but not ours
-                await self.link.call("weight_update_status")
+                reply = await ask()
         except AiosyncError as error:
             if isinstance(error, PeerLost):
                 self.lose(error.message)
             return
         self._missed = 0
+        if self._answers == answers:  # else it is older news than what is known
+            self.link.note(reply.peer)
         if not self._calls:
             self.found()
 

@@ -495,7 +495,7 @@ NAMES = ["l.1.a", "l.0.a", "l.1.b", "l.0.b", "n.0", "n.1", "n.2"]
     [
         (
             aiosync.layerwise_groups(NAMES),
-            r"the metadata has l\.1\.a, groups\(\) has l\.0\.a; .* l\.0\.a, l\.0\.b, .*\(\+1 more\)",
+            r"metadata has l\.1\.a, groups\(\) has l\.0\.a; .* l\.0\.a, l\.0\.b, .*\(\+1 more\)",
         ),
         ([NAMES[:3]], r"it lacks l\.0\.b, n\.0, n\.1, n\.2"),
         ([NAMES, ["x"]], "'x' is not announced"),

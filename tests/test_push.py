@@ -47,6 +47,7 @@ async def test_tensors_may_change_once_send_has_returned():
                 buffer = tensor.clone()
                 await session.send(name, buffer)
                 buffer.zero_()  # also the last one: it has been copied out
+            assert isinstance(session, aiosync.PushSession)
             assert session.report is None
             assert pair.trainer.version is None
         report = session.report
@@ -211,7 +212,8 @@ async def test_send_raises_what_ended_the_round(when):
     async with looped(script=script, before=before) as pair:
         pair.model.eval()
         with pytest.raises(Exception, match=r"no room|disk full") as caught:
-            async with pair.trainer.session(budget=BUDGET) as session:
+            session = pair.trainer.session(budget=BUDGET)
+            async with session:
                 for _ in range(2 if when == "stream" else 1):
                     for name, tensor in pairs(pair.model):
                         await session.send(name, tensor)

@@ -21,7 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # torch lists no n
     ProcessGroupGloo,
 )
 
-from statemachines.errors import InvalidTransition
+from statemachines.errors import AiosyncError, InvalidTransition
 from transports.addresses import numeric
 from transports.errors import PeerLost, PhaseTimeout, TransportAborted
 from transports.open_sockets import SETUP, backlog, connected, hung_up, listening, shut
@@ -92,8 +92,10 @@ class GlooGroup:
                 meeting.announce("joined", json.dumps(out).encode())
                 self._name_sockets(meeting.gather("joined", deadline=deadline))
                 meeting.settle()
-        except BaseException:
+        except BaseException as error:
             self.abort()
+            if isinstance(error, AiosyncError):
+                error.locate(phase="init")
             raise
 
     def broadcast(self, data: torch.Tensor, *, timeout: float) -> Any:

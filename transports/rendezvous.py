@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
+_OPEN_SECONDS = 1.0  # torch's own limit for one attempt to connect, abort or not
+_AGAIN_SECONDS = 0.1
 _ANNOUNCE_SECONDS = 5.0  # one message to the store, which answers nothing
-_LAST_WORDS_SECONDS = 0.05  # what a rank said before it left comes over another connection
+_LAST_WORDS_SECONDS = 0.3  # what a rank said before it left comes over another connection
 _REPLY_SECONDS = 1.0  # after the deadline, to ask who is missing
 _SERVER_TIMEOUT = timedelta(seconds=60)  # of the server's own first connection, to itself
 
@@ -141,6 +143,7 @@ class Meeting:
         self._store: TCPStore | None = None
         self._find: Callable[[], dict[int, socket.socket]] | None = None
         self._sockets: list[socket.socket] = []
+        self._guarded = 0  # native calls that wait now; they nest
         self.aborted = False
 
     @property
@@ -169,9 +172,7 @@ class Meeting:
                 for sock in known.values():
                     sock.close()
                 self._find = lambda: connected(lambda _, there: there == remote, skip=known)
-                self._store = TCPStore(
-                    *remote, is_master=False, wait_for_workers=False, timeout=_left(deadline)
-                )
+                self._store = self._open(remote, deadline)
             finally:
                 SETUP.release()
 
@@ -209,7 +210,7 @@ class Meeting:
                 if until == math.inf and is_broken():
                     until = time.monotonic() + _LAST_WORDS_SECONDS
                 if time.monotonic() >= until:
-                    raise PeerLost(f"{stage}: a rank is gone", phase="init")
+                    raise PeerLost(f"{stage}: a rank is gone")
                 if time.monotonic() >= deadline:
                     pairs = zip(wanted, keys, strict=True)
                     missing = [rank for rank, key in pairs if not self.store.check([key])]
@@ -275,28 +276,41 @@ class Meeting:
             self._interrupt()
             interrupt()
 
-        # Not a lane's work: it only ends what blocks on one.
-        timer = threading.Timer(max(0.0, deadline - time.monotonic()), expire)
-        timer.daemon = True
-        timer.start()
+        timer = _start_timer(max(0.0, deadline - time.monotonic()), expire)
+        self._guarded += 1
         try:
             self._waker.check()
             yield
         except (RuntimeError, OSError, TransportAborted) as error:  # torch's errors are of the 1st
             text = f"could not {what}"
             if self.aborted:
-                raise TransportAborted(f"{text}: told to stop", phase="init") from error
+                raise TransportAborted(f"{text}: told to stop") from error
             if is_over:
-                raise PhaseTimeout(f"{text} in time", phase="init") from error
+                raise PhaseTimeout(f"{text} in time") from error
             if isinstance(error, AiosyncError):
                 raise
-            raise PeerLost(f"{text}: {_short(error)}", phase="init") from error
+            raise PeerLost(f"{text}: {_short(error)}") from error
         finally:
+            self._guarded -= 1
             timer.cancel()
 
     def __repr__(self) -> str:
         state = "aborted" if self.aborted else "connected" if self._store else "apart"
         return f"<Meeting rank {self.rank} of {self.size}, {self._where}, {state}>"
+
+    def _open(self, remote: tuple[str, int], deadline: float) -> TCPStore:
+        while True:
+            # A server that does not answer is called again and again, whatever is shut: so shortly.
+            limit = timedelta(seconds=min(_OPEN_SECONDS, max(0.01, deadline - time.monotonic())))
+            try:
+                store = TCPStore(*remote, is_master=False, wait_for_workers=False, timeout=limit)
+            except RuntimeError:
+                self._waker.check()
+                if time.monotonic() >= deadline:
+                    raise
+            else:
+                store.set_timeout(_left(deadline))
+                return store
 
     def _reach(self, deadline: float) -> socket.socket:
         """A connection to the store's port by a plain socket; the first address that answers."""
@@ -343,6 +357,8 @@ class Meeting:
             shut(fresh)
             for sock in fresh:
                 sock.close()
+            if self._guarded:  # torch connects again by itself, and then waits for ever
+                _start_timer(_AGAIN_SECONDS, self._interrupt)
 
     def _absent(self, stage: str, missing: Sequence[int]) -> PhaseTimeout:
         names = ", ".join(f"{self.names[rank]} (rank {rank})" for rank in missing)
@@ -351,12 +367,19 @@ class Meeting:
             f"{stage}: still waiting for {names}",
             replica=None if only is None else self.names[only],
             rank=only,
-            phase="init",
             detail={"missing": list(missing)},
         )
 
     def _key(self, stage: str, rank: int) -> str:
         return f"{self.prefix}/{stage}/{rank}"
+
+
+def _start_timer(seconds: float, function: Callable[[], None]) -> threading.Timer:
+    # Not a lane's work: it only ends what blocks on one.
+    timer = threading.Timer(seconds, function)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def _left(deadline: float) -> timedelta:

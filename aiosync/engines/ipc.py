@@ -8,6 +8,7 @@ that live in memory made by `share_tensors` are read in place in both forms.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -20,8 +21,9 @@ from aiosync.engines.streamed import (
     StreamedWorkerEngine,
     StreamUpdateInfo,
 )
+from aiosync.errors import Validation
 from transports.shared_memory import ShmReceiver, ShmSender
-from transports.sharing import share_tensors
+from transports.sharing import SharedStorage, share_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from aiosync.feed import SourceFeed
     from aiosync.members import MemberLink
     from statemachines.hub import TransitionHub
-    from transports.sharing import SharedStorage
     from transports.stream import Receiver, Sender
 
 __all__ = [
@@ -106,7 +107,14 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         self.packed = packed
         self.buffer_nbytes = packed_buffer_size_bytes
         self.packed_num_buffers = packed_num_buffers
+        if not isinstance(shared, Iterable):
+            raise Validation(
+                f"shared must be a list of what share_tensors returned, not {shared!r}"
+            )
         self.shared = tuple(shared)
+        for storage in self.shared:
+            if not isinstance(storage, SharedStorage):
+                raise Validation(f"shared holds {storage!r}, which share_tensors did not return")
 
     @classmethod
     def from_init_info(

@@ -22,6 +22,8 @@ def make(kind: str, seed: int) -> nn.Module:
         model = Tied()
     elif kind == "ranks":
         model = Ranks()
+    elif kind == "uneven":
+        model = Ranks(width=5)
     elif kind == "large":
         model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])
     else:
