@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 from aiosync.errors import Busy, Validation, WrongLoop, WrongProcess
 from aiosync.round import Round
 from aiosync.version import Version, next_version
-from statemachines.tables import State
+from aiosync.watchable import BUSY
+from statemachines.tables import State, Trigger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,6 +55,7 @@ class Admission:
             InvalidTransition: The engine is closed.
         """
         self.check_process()
+        self.reap()
         if self._engine.state is State.CLOSED:
             raise self._engine.wrong_order("start")
         if self.leaving is not None:
@@ -83,6 +85,16 @@ class Admission:
             if self.leaving == what:  # `aclose` may have come meanwhile
                 self.leaving = before
 
+    def reap(self) -> None:
+        """Forget a round whose event loop was closed under it: nobody can end it any more."""
+        if self.current is None or self._loop is None or not self._loop.is_closed():
+            return
+        self.current = self._loop = None
+        self._engine.is_opening = False
+        if self._engine.state in BUSY:
+            error = "its event loop was closed during the round"
+            self._engine.machine.fire(Trigger.FAIL, error=error)
+
     def check_process(self) -> None:
         if os.getpid() != self._pid:
             raise WrongProcess(
@@ -93,6 +105,7 @@ class Admission:
         """Apply ``on_busy`` until the slot is free, or raise `Busy`."""
         if on_busy not in ("raise", "wait", "supersede"):
             raise Validation(f"on_busy must be raise, wait or supersede, not {on_busy!r}")
+        self.reap()
         while on_busy != "raise" and self.current is not None:
             self._check_loop()
             if on_busy == "supersede":

@@ -38,7 +38,7 @@ async def commit(round: Round) -> None:
         link.outcome = "unknown"
         try:
             reply = await link.call("finish_weight_update", round.label, header=round.header(link))
-            if link.speaks_ours and not confirms(round, getattr(reply, "peer", None)):
+            if link.speaks_ours and not _confirms(round, getattr(reply, "peer", None)):
                 raise ProtocolMismatch("the answer does not say that the version is committed")
         except (PeerLost, PhaseTimeout, ProtocolMismatch) as error:
             await _ask(round, link, error)
@@ -62,8 +62,7 @@ async def commit(round: Round) -> None:
         raise failures[0]
 
 
-def confirms(round: Round, peer: PeerState | None) -> bool:
-    """Whether `peer` says of itself that it holds the round's version."""
+def _confirms(round: Round, peer: PeerState | None) -> bool:
     if peer is None or peer.state in BUSY or peer.version is None:
         return False
     mine, theirs = round.version, peer.version  # finish may have given it another label
@@ -80,7 +79,7 @@ async def _ask(round: Round, link: MemberLink, lost: Exception) -> None:
             await anyio.sleep(_ASK_AGAIN_S)
             continue
         peer = link.peer
-        if confirms(round, peer):
+        if _confirms(round, peer):
             return
         if peer is not None and peer.state not in BUSY:
             link.outcome = "failed"

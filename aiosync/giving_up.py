@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from aiosync.commit import confirms
 from aiosync.concurrency import first_line, quietly, run_to_end
 from aiosync.errors import Fenced
 from aiosync.watchable import BUSY
@@ -29,12 +28,12 @@ async def give_up(round: Round, cause: BaseException) -> None:
     The other half belongs to the lane that had to be aborted before.
     """
     await _tell_ranks(round, cause)
-    machine = round.engine.machine
-    if machine.state not in BUSY:
-        return
+    engine = round.engine
+    if engine.machine.state not in BUSY or engine.admission.current is not round:
+        return  # nothing to end; or its loop was closed, and the slot is another round's by now
     try:
-        # After finish, too: a member that waits for its swap would block its generation, and one
-        # that is swapping answers when it is done. Either way its outcome is known then.
+        # After finish, too: a member that still waits for its swap would keep new requests out
+        # until its lease ends. One that is swapping already is left to finish.
         await run_to_end(lambda: abort_members(round, cause), seconds=round.budget.cleanup / 2)
     finally:
         _flip(round, cause)
@@ -62,9 +61,7 @@ async def abort_members(round: Round, cause: BaseException) -> None:
         before = link.phase, link.error
         await link.call("abort_weight_update", reason, header=round.header(link))
         link.phase, link.error = before
-        if round.sent_finish and confirms(round, link.peer):
-            link.outcome = "committed"
-        elif link.peer is not None and link.peer.state not in BUSY:
+        if not round.sent_finish and link.peer is not None and link.peer.state not in BUSY:
             link.outcome = "aborted"
 
     async with anyio.create_task_group() as group:
@@ -88,6 +85,8 @@ def _flip(round: Round, cause: BaseException) -> None:
         and link.peer.state == State.INITIALIZED
         for link in round.links
     )
+    if round.sent_finish:
+        engine.cycle.mixed = round.version
     if isinstance(cause, Fenced):
         engine.cycle.fenced = cause
     usable = confirmed and engine.reusable_after_abort and engine.source_side.healthy

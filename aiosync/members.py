@@ -83,9 +83,9 @@ class MemberLink:
 
     def note(self, peer: PeerState | None) -> None:
         """Remember what a reply said about the peer."""
-        if peer is None:
-            return
         before = self.peer
+        if peer is None or (before is not None and _is_older(peer, before)):
+            return  # a heartbeat's answer may be overtaken by that of the call it runs beside
         self.peer = peer
         if before is None or _progress(before) != _progress(peer):
             self.progress_at = time.monotonic()
@@ -98,7 +98,9 @@ class MemberLink:
             reply = await uncancelled(asked)
             refuse_denial(reply, replica=self.name, phase=_PHASE.get(method, method))
         except AiosyncError as error:
-            error.locate(replica=self.name, phase=_PHASE.get(method))
+            # The fleet's name for the member wins over the client's own (a URL).
+            error.replica = self.name
+            error.locate(phase=_PHASE.get(method))
             if isinstance(error, RemoteError) and error.weights and self.peer is not None:
                 self.peer = msgspec.structs.replace(self.peer, weights=error.weights)
             raise
@@ -121,6 +123,12 @@ _PHASE = {
 }
 
 
+def _is_older(peer: PeerState, known: PeerState) -> bool:
+    if peer.incarnation != known.incarnation:
+        return False
+    return bool(peer.detail.get("seq", 0) < known.detail.get("seq", 0))
+
+
 def _progress(peer: PeerState) -> tuple[str, Any]:
     return peer.state, (peer.detail or {}).get("progress")
 
@@ -138,7 +146,7 @@ async def opened(links: Sequence[MemberLink]) -> AsyncIterator[None]:
     """Keep every client's connections open for the block, where the client knows how."""
     async with AsyncExitStack() as stack:
         for link in links:
-            if hasattr(link.client, "__aenter__"):
+            if hasattr(type(link.client), "__aenter__"):
                 await stack.enter_async_context(link.client)
         yield
 
@@ -172,7 +180,8 @@ async def fan_out(
         except Exception as error:  # noqa: BLE001  collected; raised below as one exception
             cause = collapse(error)
             if isinstance(cause, AiosyncError):
-                cause.locate(replica=link.name, phase=phase)
+                cause.replica = link.name
+                cause.locate(phase=phase)
             else:
                 cause.add_note(f"replica {link.name}, phase {phase}")
             link.error = f"{type(cause).__name__}: {getattr(cause, 'message', cause)}"

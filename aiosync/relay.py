@@ -120,8 +120,8 @@ class RelaySink(Sink):
         if not self._began:
             return
         self._began = False
+        before, abort = self.weights, self._parts["abort"]
         self.weights = Weights.UNKNOWN  # until the receiver has said that it is not
-        abort = self._parts["abort"]
         async with Lane("aiosync-relay-abort") as lane:
             with anyio.move_on_after(DEFAULTS.cleanup_s) as scope:
                 # A lane takes plain functions only; what an async one returns is awaited here.
@@ -130,7 +130,7 @@ class RelaySink(Sink):
                     await result
         if scope.cancelled_caught:
             raise PhaseTimeout("the receiver's abort did not end in time", phase="abort")
-        self.weights = Weights.INTACT
+        self.weights = before  # an abort does not mend what an earlier commit left
 
     def abort(self) -> None:
         """Tell the receiver, where that has not been done by `withdraw`.
@@ -139,10 +139,10 @@ class RelaySink(Sink):
         """
         if self._began and not _on_a_loop():
             self._began = False
-            self.weights = Weights.UNKNOWN
+            before, self.weights = self.weights, Weights.UNKNOWN
             try:
                 self._call("abort", seconds=DEFAULTS.cleanup_s)
-                self.weights = Weights.INTACT
+                self.weights = before
             except Exception:
                 logger.warning("the receiver of a RelaySink could not be told", exc_info=True)
         elif self._began:

@@ -304,7 +304,7 @@ class Round:
             # A member that holds this very version although it was never committed by all (an
             # earlier round ended mixed) takes it again; any other repeat needs the caller's word.
             rollback=self.rollback
-            or (link.version == self.version and self.engine.version != self.version),
+            or (link.version == self.version and self.engine.cycle.mixed == self.version),
             digest=self.plan.digest if self.plan is not None else None,
         )
 

@@ -59,6 +59,9 @@ async def _handle(
         body = await _read(request)
     except (Validation, PhaseTimeout) as error:
         return _whole(service.failure(error, headers), hang_up=True)
+    except (ConnectionError, web.RequestPayloadError) as error:  # hung up, or garbled chunks
+        broken = Validation(f"the body broke off: {type(error).__name__}: {error}")
+        return _whole(service.failure(broken, headers), hang_up=True)
     response = await service.dispatch(request.method, path, request.query, headers, body)
     if response.stream is None:
         return _whole(response)

@@ -212,7 +212,9 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
                 is initialised, else this rank is alone.
         """
         gathering = functools.partial(gather_ranks, group, seconds=DEFAULTS.admit_s)
+        alone = self.ranks
         self.ranks = await self.source_lane.run(gathering, grace=DEFAULTS.cleanup_s / 2)
+        alone.close()
 
     async def initialize(self, *, timeout: float | None = None) -> None:
         """Rendezvous with every worker: idle to initialized; a failed engine is reset first.
@@ -317,6 +319,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         self.admission.check_process()
         if self.state is State.CLOSED:
             return
+        self.admission.reap()
         self.admission.leaving = "the end"  # for good: nothing may begin from here on
         current = self.admission.current
         if current is not None:

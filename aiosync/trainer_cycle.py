@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from aiosync.round import Round
     from aiosync.trainer import TrainerWeightTransferEngine
+    from aiosync.version import Version
 
 
 @final
@@ -37,6 +38,8 @@ class TrainerCycle:
 
     def __init__(self, engine: TrainerWeightTransferEngine[Any]) -> None:
         self.engine = engine
+        self.mixed: Version | None = None
+        """A version that some members may hold and others not: it may be sent again."""
         self.fenced: Fenced | None = None
         """What a worker said that belongs to another trainer now; cleared by `initialize`."""
 

@@ -233,6 +233,7 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
             digests=list(available_digests()) if self.verifies else [],
             lease_s=getattr(self.config, "lease_s", None),
             detail={
+                "seq": self.machine.seq,
                 "allowed": list(self.machine.allowed()),
                 "round": ownership.last_round,
                 "settled": ownership.settled,

@@ -17,7 +17,6 @@ group, the group by each rank.
 from __future__ import annotations
 
 import functools
-import hashlib
 import time
 from contextlib import AsyncExitStack, contextmanager
 from types import SimpleNamespace
@@ -209,15 +208,7 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
 
     def peer_state(self) -> PeerState:
         mine = super().peer_state()
-        peers = [rank.link.peer for rank in self.ranks if rank.link.peer is not None]
-        parts = [self.incarnation, *(peer.incarnation for peer in peers)]
-        return msgspec.structs.replace(
-            mine,
-            # A rank that restarted is a replica that restarted: the trainer initialises again.
-            incarnation=hashlib.blake2b("/".join(parts).encode(), digest_size=8).hexdigest(),
-            world_size=sum(rank.size for rank in self.ranks),
-            **merge_states(mine, peers, self.ranks),
-        )
+        return msgspec.structs.replace(mine, **merge_states(mine, self.ranks))
 
     def wrong_order(self, what: str) -> InvalidTransition:
         error = super().wrong_order(what)

@@ -47,18 +47,6 @@ class Rank:
         owes: The method whose answer was not waited for.
     """
 
-    __slots__ = (
-        "_answers",
-        "_calls",
-        "_missed",
-        "first",
-        "index",
-        "link",
-        "lost",
-        "owes",
-        "owner",
-    )
-
     def __init__(self, index: int, client: Any, *, group: str, owner: str) -> None:
         if isinstance(client, str):
             client = HTTPVLLMWeightSyncClient(client)

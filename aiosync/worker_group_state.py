@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from statemachines.tables import State, Weights
@@ -31,14 +32,14 @@ def merge_weights(ranks: Sequence[Rank]) -> Weights:
     return Weights.TORN if mixed or Weights.TORN in held else Weights.INTACT
 
 
-def merge_states(
-    mine: PeerState, peers: Sequence[PeerState], ranks: Sequence[Rank]
-) -> dict[str, Any]:
+def merge_states(mine: PeerState, ranks: Sequence[Rank]) -> dict[str, Any]:
     """Fields of the group's `PeerState` that the ranks decide.
 
     The state is that of the least advanced rank, but only between rounds: during one the group's
     own is what the next call will be judged by, and the ranks' are a moment old.
     """
+    peers = [rank.link.peer for rank in ranks if rank.link.peer is not None]
+    incarnations = "/".join([mine.incarnation, *(peer.incarnation for peer in peers)])
     state = mine.state
     if state == State.INITIALIZED and peers:
         states = [State(peer.state) for peer in peers]
@@ -55,6 +56,9 @@ def merge_states(
     if any(peer.detail.get("paused") for peer in peers):
         detail["paused"] = True
     return {
+        # A rank that restarted is a replica that restarted: the trainer initialises again.
+        "incarnation": hashlib.blake2b(incarnations.encode(), digest_size=8).hexdigest(),
+        "world_size": sum(rank.size for rank in ranks),
         "state": state,
         "features": _common([mine.features, *(peer.features for peer in peers)]),
         "digests": _common([peer.digests for peer in peers]),

@@ -94,11 +94,21 @@ def _is_seconds(value: Any) -> bool:
     return is_number and 0 < value < math.inf
 
 
+def _judged(gate: _Gate, context: GateContext) -> Any:
+    try:
+        return gate.check(context)
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        # The cancellation of a future that the check looked at: a plain call cannot be cancelled.
+        raise _rejection(gate, context, f"raised {type(error).__name__}") from error
+
+
 async def _ask_one(gate: _Gate, context: GateContext) -> None:
     vetoed = False
     try:
         with anyio.move_on_after(gate.timeout) as scope:
-            answer = gate.check(context)
+            answer = _judged(gate, context)
             if inspect.isawaitable(answer):
                 answer = await answer
             # Not `is False`: numpy's False is a veto as well. A check that says nothing agrees.

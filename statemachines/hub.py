@@ -202,7 +202,7 @@ class TransitionHub:
         )
 
     def _call(self, hook: Hook, transition: Transition) -> None:
-        error: Exception | None = None
+        error: BaseException | None = None
         started = self._clock()
         try:
             # A lambda can still hand back a coroutine, which nobody would ever await.
@@ -210,13 +210,16 @@ class TransitionHub:
             if inspect.iscoroutine(answer):
                 answer.close()
                 raise TypeError("the hook returned a coroutine")
-        except Exception as raised:  # noqa: BLE001 - the flip has happened: observers cannot undo it
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as raised:  # noqa: BLE001 - the flip has happened: it cannot be undone
+            # The cancellation of a future that the hook looked at, too: nobody cancelled the flip.
             error = raised
         seconds = self._clock() - started
         if error is not None or seconds > _SLOW:
             self._blame(callable_name(hook), error, seconds)
 
-    def _blame(self, name: str, error: Exception | None, seconds: float) -> None:
+    def _blame(self, name: str, error: BaseException | None, seconds: float) -> None:
         before = self._troubles.get(name, HookStatistics())
         slow = seconds > _SLOW
         self._troubles[name] = HookStatistics(

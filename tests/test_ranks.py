@@ -37,7 +37,7 @@ async def train(size, tmp_path, worker, **options):
                     "--store",
                     str(tmp_path / "store"),
                     *args,
-                )  # fmt: skip
+                )
             )
             for rank in range(size)
         ]

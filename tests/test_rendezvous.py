@@ -131,11 +131,11 @@ def test_abort_wakes_a_connect_that_gets_no_answer():
         meeting = Meeting("127.0.0.1", mute.getsockname()[1], "test", rank=0, size=1)
         waiting = threads.submit(meeting.connect, deadline=soon(30))
         mute.settimeout(10)
-        for _ in range(2):  # the trial and torch's own connection
-            mute.accept()[0].close() if _ == 0 else mute.accept()
-        meeting.abort()
-        with pytest.raises(TransportAborted):
-            waiting.result(5)
+        trial, torchs_own = mute.accept()[0], mute.accept()[0]
+        with trial, torchs_own:
+            meeting.abort()
+            with pytest.raises(TransportAborted):
+                waiting.result(10)
         meeting.close()
 
 

@@ -496,6 +496,11 @@ async def test_a_commit_or_an_abort_that_fails_leaves_the_weights_unknown():
             await it.trainer.send_weights(version=1, budget=BUDGET)
         assert it.worker.weights == "unknown"
         assert "abort" not in receiver.log
+        receiver.errors["put"] = OSError("no")
+        with pytest.raises(AiosyncError, match="put of the receiver"):
+            await it.trainer.send_weights(version=2, budget=BUDGET)
+        assert receiver.log[-1] == "abort"
+        assert it.worker.weights == "unknown"  # the abort went well, the commit before did not
         await it.trainer.send_weights(version=2, budget=BUDGET)
         assert it.worker.weights == "intact"
         receiver.errors |= {"put": OSError("no"), "abort": OSError("no again")}

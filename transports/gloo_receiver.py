@@ -1,0 +1,156 @@
+"""A reader's half of a stream over a collective group; see `gloo_stream`."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from statemachines.errors import AiosyncError, Validation
+from transports.errors import DigestMismatch
+from transports.gloo_half import AHEAD, Half, copy_all
+from transports.packing import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transports.planning import Plan
+    from transports.sections import Frames, Part, Section
+    from transports.stream import StreamSummary
+
+
+@final
+class GlooReceiver(Half):
+    """The worker's half; see `transports.stream.Receiver`.
+
+    Args:
+        group: Joined, any rank but 0.
+        digest: As the sender's.
+    """
+
+    def receive(
+        self,
+        plan: Plan,
+        destination: Callable[[int], torch.Tensor],
+        landed: Callable[[list[int]], None],
+        *,
+        round: int,
+        stall: float,
+    ) -> StreamSummary:
+        """See `transports.stream.Receiver.receive`; `landed` gets a section at a time."""
+        word = self._begin(plan, round, stall)
+        self.progress.step(0)
+        try:
+            self._group.announce(f"ready-{round}", word)
+            self._take(plan, destination, landed)
+            self._group.announce(f"done-{round}", word)
+        except BaseException as error:
+            self.close()  # nobody is to wait for this rank
+            if isinstance(error, AiosyncError):
+                raise self._located(error, "receive") from error.__cause__
+            raise
+        return self._summary(plan)
+
+    def _take(
+        self,
+        plan: Plan,
+        destination: Callable[[int], torch.Tensor],
+        landed: Callable[[list[int]], None],
+    ) -> None:
+        frames = self._plan_frames
+        orders = deque(
+            (index, part)
+            for index, section in enumerate(frames.sections)
+            for part in (*section.direct, None)
+        )
+        under_way: deque[tuple[Any, int, Part | None, torch.Tensor]] = deque()
+        values: list[int] = []
+        data, data_of = torch.empty(0), -1
+
+        def post(opened: int = -1) -> None:
+            """Begin what may begin; the frame of section `opened` is being read."""
+            nonlocal data, data_of
+            while orders and len(under_way) < AHEAD:
+                index, part = orders[0]
+                if part is None:
+                    used = {i for _, i, p, _ in under_way if p is None} | {opened} - {-1}
+                    if any(frames.buffer_of(i) == frames.buffer_of(index) for i in used):
+                        return
+                    raw = frames.frame(index)
+                else:
+                    if data_of != part.tensor:
+                        data = _bytes_for(destination(part.tensor), plan, part)
+                        data_of = part.tensor
+                    raw = data[part.start : part.start + part.nbytes]
+                orders.popleft()
+                pending = self._group.broadcast(raw, timeout=self._stall) if raw.numel() else None
+                under_way.append((pending, index, part, raw))
+
+        while orders or under_way:
+            post()
+            pending, index, part, raw = under_way.popleft()
+            if pending is not None:
+                self._wait(pending)
+            if part is not None:
+                self.progress.step(part.nbytes)
+                if self._kind is not None:
+                    values.append(self._hash(raw))
+                continue
+            post(index)
+            self._open_frame(frames, index, values, destination)
+            values = []
+            section = frames.sections[index]
+            landed(list(range(section.first, section.end)))
+
+    def _open_frame(
+        self,
+        frames: Frames,
+        index: int,
+        values: list[int],
+        destination: Callable[[int], torch.Tensor],
+    ) -> None:
+        section = frames.sections[index]
+        if self._kind is not None:
+            if section.packed_nbytes:
+                values.append(self._hash(frames.packed(index)))
+            self._compare(section, frames.read_digests(index), values)
+            self._digests.extend(values)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for part in section.packed:
+            if part.nbytes:
+                target = destination(part.tensor)
+                if target.nbytes != part.nbytes:
+                    name = f"tensor {part.tensor}"
+                    message = f"{name}: {part.nbytes} bytes into {target.nbytes}"
+                    raise Validation(message, tensor=name)
+                targets.append(target)
+                sources.append(frames.view(index, part, target))
+        copy_all(targets, sources)
+        self.progress.step(sum(part.nbytes for part in section.packed))
+
+    def _compare(self, section: Section, sent: list[int], found: list[int]) -> None:
+        for at, (theirs, ours) in enumerate(zip(sent, found, strict=True)):
+            if theirs == ours:
+                continue
+            first = section.direct[at] if at < len(section.direct) else section.packed[0]
+            last = first if at < len(section.direct) else section.packed[-1]
+            raise DigestMismatch(
+                f"tensors {first.tensor}..{last.tensor} arrived with digest {ours}, they were sent"
+                f" with {theirs}",
+                tensor=f"tensor {first.tensor}",
+                detail={"sent": theirs, "found": ours, "tensor": first.tensor},
+            )
+
+
+def _bytes_for(tensor: torch.Tensor, plan: Plan, part: Part) -> torch.Tensor:
+    name = f"tensor {part.tensor}"
+    if tensor.device.type != "cpu":
+        message = f"{name}: gloo receives into CPU memory, not into {tensor.device}"
+        raise Validation(message, tensor=name)
+    data = bytes_of(tensor)
+    if data.numel() != plan.sizes[part.tensor]:
+        message = f"{name}: {plan.sizes[part.tensor]} bytes into {data.numel()}"
+        raise Validation(message, tensor=name)
+    return data
