@@ -95,6 +95,12 @@ class Admission:
             error = "its event loop was closed during the round"
             self._engine.machine.fire(Trigger.FAIL, error=error)
 
+    def end(self) -> Round | None:
+        """Let nothing begin from here on; the round that is still to be ended."""
+        self.reap()
+        self.leaving = "the end"
+        return self.current
+
     def check_process(self) -> None:
         if os.getpid() != self._pid:
             raise WrongProcess(

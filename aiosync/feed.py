@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-import anyio
 import torch
 
 from aiosync import passes
@@ -25,6 +24,7 @@ from aiosync.metadata import (
     validate_metadata,
 )
 from aiosync.module_layout import compact, is_dtensor
+from aiosync.module_walk import PLAIN_TYPES
 from aiosync.sources import WeightSource
 from statemachines.errors import Validation
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from aiosync.metadata import ParamMeta
 
 _END: Final = object()
-_CLOSE_SECONDS = 1.0
 
 
 class SourceFeed:
@@ -140,7 +139,7 @@ class SourceFeed:
         if hasattr(passed, "__aiter__"):
             raise TypeError(f"{self._what} yields asynchronously; set is_async = True on its class")
         passed, checker = iter(passed), _Checker(self)
-        try:
+        with passes.closing(passed):
             while True:
                 with torch.no_grad():  # per step: grad mode belongs to the thread, not to us
                     batch = next(passed, _END)
@@ -148,8 +147,6 @@ class SourceFeed:
                     break
                 yield self._taken(checker, batch)
                 del batch  # the source may free it before it makes the next one
-        finally:
-            passes.close(passed)
         checker.finish()
 
     async def aiter_batches(self) -> AsyncGenerator[list[tuple[int, torch.Tensor]]]:
@@ -162,7 +159,7 @@ class SourceFeed:
         if not hasattr(passed, "__aiter__"):
             raise TypeError(f"{self._what} yields synchronously; use iter_batches")
         passed, checker = aiter(passed), _Checker(self)
-        try:
+        async with passes.aclosing(passed, seconds=passes.CLOSE_SECONDS):
             while True:
                 try:
                     batch = await anext(passed)
@@ -170,10 +167,6 @@ class SourceFeed:
                     break
                 yield self._taken(checker, batch)
                 del batch
-        finally:
-            # Shielded: the source's own clean-up may await, and must not be cut off.
-            with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
-                await passes.aclose(passed)
         checker.finish()
 
     def __repr__(self) -> str:
@@ -201,7 +194,7 @@ class SourceFeed:
         pairs = batch if self._grouped else [batch]
         if not isinstance(pairs, list | tuple):
             raise Validation(f"{self._what} yielded {_kind(pairs)}, not a list of pairs")
-        return [checker.take(pair) for pair in pairs]
+        return checker.take_all(pairs)
 
 
 class _Checker:
@@ -215,6 +208,37 @@ class _Checker:
         self._owned: Sequence[int] = feed.owned
         self._positions: dict[str, int] = {}  # of names already seen
         self._next = 0
+
+    def take_all(self, pairs: Sequence[Any]) -> list[tuple[int, torch.Tensor]]:
+        """A batch: at once where all of it is plain and as announced, else one by one."""
+        taken = self._take_plain(pairs) if len(pairs) > 1 else None
+        return [self.take(pair) for pair in pairs] if taken is None else taken
+
+    def _take_plain(self, pairs: Sequence[Any]) -> list[tuple[int, torch.Tensor]] | None:
+        """None, with nothing taken, where any pair needs a closer look."""
+        at, end = self._next, self._next + len(pairs)
+        if set(map(type, pairs)) != {tuple} or set(map(len, pairs)) != {2}:
+            return None
+        indices = self._owned[at:end]
+        metas = [self._metadata[index] for index in indices]
+        names, tensors = map(list, zip(*pairs, strict=True))
+        # Plain strings only: a subclass might compare as it likes.
+        if set(map(type, names)) != {str} or not PLAIN_TYPES.issuperset(map(type, tensors)):
+            return None
+        if names != [meta.name for meta in metas]:
+            return None
+        if [t.dtype for t in tensors] != [meta.dtype for meta in metas]:
+            return None
+        shapes = [meta.shape for meta in metas]
+        if [t.shape for t in tensors] != shapes or not all(map(_is_ready, tensors)):
+            return None
+        self._positions.update(zip(names, range(at, end), strict=True))
+        self._next = end
+        ready = [
+            (compact(t) if 1 in shape or 0 in shape else t).detach()
+            for t, shape in zip(tensors, shapes, strict=True)
+        ]
+        return list(zip(indices, ready, strict=True))
 
     def take(self, pair: Any) -> tuple[int, torch.Tensor]:
         at = self._next
@@ -255,6 +279,17 @@ class _Checker:
             elif all(self._metadata[i].name != name for i in self._owned):
                 text += f", which rank {self._feed.rank} does not own"
         return Validation(text, tensor=name)
+
+
+def _is_ready(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor's memory is what is sent, as it lies there."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
 
 
 def _mismatch(meta: ParamMeta, tensor: Any) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -12,7 +14,8 @@ import msgspec
 
 from aiosync.client import Capabilities, adapt_client
 from aiosync.concurrency import collapse, rank_errors, uncancelled
-from aiosync.errors import AiosyncError, RemoteError
+from aiosync.defaults import DEFAULTS
+from aiosync.errors import AiosyncError, PhaseTimeout, RemoteError
 from aiosync.replies import refuse_denial
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from aiosync.version import Version
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 STOCK = Capabilities(protocol=0)
 
 
@@ -142,13 +146,42 @@ def links_of(client: Any) -> list[MemberLink]:
 
 
 @asynccontextmanager
-async def opened(links: Sequence[MemberLink]) -> AsyncIterator[None]:
-    """Keep every client's connections open for the block, where the client knows how."""
+async def opened(
+    links: Sequence[MemberLink], *, seconds: float = DEFAULTS.connect_s
+) -> AsyncIterator[None]:
+    """Keep every client's connections open for the block, where the client knows how.
+
+    Raises:
+        PhaseTimeout: A client was not open within `seconds`. One that cannot be closed is only
+            logged: what the block did is known by then.
+    """
+    able = [link for link in links if hasattr(type(link.client), "__aenter__")]
     async with AsyncExitStack() as stack:
-        for link in links:
-            if hasattr(type(link.client), "__aenter__"):
-                await stack.enter_async_context(link.client)
+        for link in able:
+            await _enter(link, seconds)
+            stack.push_async_callback(_leave, link, DEFAULTS.cleanup_s / len(able))
         yield
+
+
+async def _enter(link: MemberLink, seconds: float) -> None:
+    # No anyio scope: it may not end before one that the client opens here and keeps.
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            await link.client.__aenter__()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        text = f"the client was not open within {seconds:g} s"
+        raise PhaseTimeout(text, replica=link.name, phase="admit") from None
+
+
+async def _leave(link: MemberLink, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(max(seconds, 0.05)):
+            await link.client.__aexit__(None, None, None)
+    except Exception:
+        logger.debug("%s: its client could not be closed", link.name, exc_info=True)
 
 
 async def fan_out(

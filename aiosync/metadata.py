@@ -69,7 +69,8 @@ class ParamMeta:
     placements: tuple[Placement, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        self._set("shape", tuple(self.shape))
+        if type(self.shape) is not tuple:
+            self._set("shape", tuple(self.shape))
         if self.owners is None:
             if self.mesh_shape is not None or self.placements is not None:
                 raise self._wrong("mesh_shape and placements need owners")
@@ -126,8 +127,10 @@ def layerwise_groups(names: Iterable[str]) -> list[list[str]]:
     stacks: dict[str, dict[int, list[str]]] = {}
     for name in names:
         segments = name.split(".")
-        at = next((i for i, part in enumerate(segments) if re.fullmatch("[0-9]+", part)), None)
-        if at is None:
+        for at, part in enumerate(segments):
+            if part.isdigit() and part.isascii():
+                break
+        else:
             (after if stacks else before).append(name)
             continue
         stack = stacks.setdefault(".".join(segments[:at]), {})
@@ -187,6 +190,14 @@ def parse_dtype(name: str) -> torch.dtype:
 
 def is_sendable(dtype: Any) -> bool:
     """Whether this is a dtype whose tensors are whole bytes that torch can copy."""
+    try:
+        return _is_sendable(dtype)
+    except TypeError:  # it cannot be hashed
+        return False
+
+
+@functools.lru_cache(maxsize=256)
+def _is_sendable(dtype: Any) -> bool:
     return dtype in _dtypes().values() and _UNSENDABLE.match(dtype_name(dtype)) is None
 
 

@@ -20,14 +20,14 @@ from aiosync.metadata import (
     first_few,
     validate_metadata,
 )
+from aiosync.module_walk import PLAIN_TYPES, named_members, outline
 from statemachines.errors import Validation
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from aiosync.metadata import (
-        Placement,
-    )
+    from aiosync.metadata import Placement
+    from aiosync.module_walk import Outline
 
 Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None]
 
@@ -41,23 +41,14 @@ class Layout(NamedTuple):
     aliases: dict[str, str]
     """Announced name by the further (renamed) names of the same tensor."""
     left_out: list[str]
-    outline: list[tuple[Any, ...]]
-    """What the module looked like: see `outline`."""
+    outline: Outline
+    """What the module looked like."""
 
 
 def live_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers under every name they have, as they are now."""
-    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return found | dict(module.named_buffers(remove_duplicate=False))
-
-
-def outline(live: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-    """Names, ties, dtypes and shapes: while it is the same, a layout holds."""
-    firsts: dict[int, int] = {}
-    return [
-        (name, firsts.setdefault(id(tensor), at), tensor.dtype, tensor.shape, tensor.device.type)
-        for at, (name, tensor) in enumerate(live.items())
-    ]
+    parameters, buffers = named_members(module)
+    return parameters | buffers
 
 
 def lay_out(
@@ -68,11 +59,12 @@ def lay_out(
     Raises:
         Validation: A tensor has no data, two tensors get one name, or nothing is left to send.
     """
-    live = live_tensors(module)
-    chosen = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    held_parameters, held_buffers = named_members(module)
+    live = held_parameters | held_buffers
+    chosen, buffers = list(held_parameters), list(held_buffers)
     sent = _persistent(module, buffers) if persistent else []
-    left_out = [name for name in buffers if name not in set(sent)]
+    kept = set(sent)
+    left_out = [name for name in buffers if name not in kept]
     held: dict[str, str] = {}  # the module's own name by announced name
     firsts: dict[int, str] = {}  # announced name by tensor identity
     aliases: dict[str, str] = {}
@@ -167,7 +159,7 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
     the tensor as bytes.
     """
     tensor = tensor.contiguous()
-    if 1 not in tensor.shape and tensor.numel():
+    if 1 not in tensor.shape and 0 not in tensor.shape:
         return tensor
     strides, step = [], 1
     for size in reversed(tensor.shape):
@@ -188,6 +180,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether the tensor is sharded over a device mesh."""
+    if type(tensor) in PLAIN_TYPES:
+        return False
     return hasattr(tensor, "full_tensor") and hasattr(tensor, "device_mesh")
 
 

@@ -106,7 +106,7 @@ class Round:
         self._deadline = self._began + total
         self.engine.ranks.begin(self._deadline)
         try:
-            async with opened(self.links):
+            async with opened(self.links, seconds=min(total, DEFAULTS.connect_s)):
                 await self._guarded(total, body or self._phases)
         except BaseException as error:
             self.report = make_report(self, error, took=self.elapsed)

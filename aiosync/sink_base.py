@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -72,6 +73,7 @@ class Sink(ABC):
         self._landed: list[bool] = []
         self._handed: dict[int, torch.Tensor] = {}
         self._open = False
+        self._checked: list[ParamMeta] = []
 
     def begin(
         self,
@@ -95,7 +97,7 @@ class Sink(ABC):
         """
         if self._open:
             raise Busy("this sink has a round under way: commit or abort it first")
-        metas = validate_metadata(metadata)
+        metas = self._valid(metadata)
         if partial and self.weights != Weights.INTACT:
             raise Torn("a partial update cannot mend these weights", weights=self.weights)
         found = self._find(metas, aliases or {}, partial=partial)
@@ -222,6 +224,14 @@ class Sink(ABC):
             self._loader = model.load_weights
         else:
             model_tensors(model)
+
+    def _valid(self, metadata: Iterable[ParamMeta]) -> list[ParamMeta]:
+        """The announcement, checked; the very same one as last time has been."""
+        metas = list(metadata)
+        # Identity, and `ParamMeta` is frozen: equal ones of another kind are looked at again.
+        if len(metas) != len(self._checked) or not all(map(is_, metas, self._checked)):
+            self._checked = metas = validate_metadata(metas)
+        return metas
 
     def _find(
         self, metas: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool

@@ -8,8 +8,9 @@ by group and copied out before the source is resumed.
 
 from __future__ import annotations
 
-from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, final
+
+from aiosync.passes import CLOSE_SECONDS, aclosing, closing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +65,8 @@ class SourcePass:
 
     async def run_async(self, lane: LaneLike, *, grace: float) -> None:
         """The same over a source with async generators: it runs on the loop, the rest does not."""
-        async with aclosing(self._feed.aiter_batches()) as batches:
+        passing = self._feed.aiter_batches()
+        async with aclosing(passing, seconds=2 * CLOSE_SECONDS) as batches:
             due = 0
             for number, count in enumerate(self._counts):
                 await lane.run(self._ranks.meet, f"group {number}", abort=self.abort, grace=grace)

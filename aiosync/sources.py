@@ -22,8 +22,8 @@ from aiosync.module_layout import (
     live_tensors,
     local_piece,
     opens_async,
-    outline,
 )
+from aiosync.module_walk import outline
 from aiosync.passes import each_alone, flattened
 from statemachines.errors import Validation
 
@@ -92,7 +92,11 @@ class WeightSource(ABC):
 
     def groups(self) -> list[list[str]]:
         """All names, cut where a pass may stop: layer by layer, metadata order kept."""
-        return layer_runs([meta.name for meta in self.metadata])
+        names = [meta.name for meta in self.metadata]
+        known = self.__dict__.get("_cut")
+        if known is None or known[0] != names:
+            known = self.__dict__["_cut"] = (names, layer_runs(names))
+        return [list(run) for run in known[1]]
 
     def iter_groups(self) -> Batches:
         """Yield lists of ``(name, full tensor)`` pairs, one list per resume.
@@ -249,7 +253,7 @@ class ModuleSource(WeightSource):
         live = live_tensors(self.module)
         if not self.is_async and outline(live) != layout.outline:
             raise self._changed(live, layout)
-        dtypes = {meta.name: None if self.dtype is None else meta.dtype for meta in layout.metadata}
+        dtypes = {} if self.dtype is None else {meta.name: meta.dtype for meta in layout.metadata}
 
         def pairs(group: list[str]) -> Iterator[Pair]:
             for name in group:
@@ -269,7 +273,7 @@ class ModuleSource(WeightSource):
     def _changed(self, live: dict[str, torch.Tensor], layout: Layout) -> Validation:
         self._forget()
         now = outline(live)
-        names = {entry[0] for entry in set(now) ^ set(layout.outline)}
+        names = {entry[0] for entry in now.entries() ^ layout.outline.entries()}
         gone = sorted(names - live.keys())
         text = f"the module is not as announced: {first_few(sorted(names))} changed"
         if gone:

@@ -11,7 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from aiosync.errors import Coverage, Validation
 from aiosync.metadata import dtype_name, first_few
-from aiosync.module_layout import compact, is_dtensor, live_tensors
+from aiosync.module_layout import compact, is_dtensor
+from aiosync.module_walk import PLAIN_TYPES, named_members
 from aiosync.overlaps import check_disjoint, overlaps_itself, span_of
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def model_tensors(model: Any) -> Model:
         TypeError: `model` is neither, or the mapping holds something that is no tensor.
     """
     if isinstance(model, nn.Module):
-        required = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        return Model(live_tensors(model), required)
+        parameters, buffers = named_members(model)
+        return Model(parameters | buffers, list(parameters))
     if not isinstance(model, Mapping):
         raise TypeError(
             f"a model is a torch.nn.Module, an object with load_weights(iterable), or a dict of "
@@ -73,10 +74,11 @@ class Matcher:
     It keeps names and addresses, never tensors: memory that the model gives up is free at once.
     """
 
-    __slots__ = ("_key", "_match")
+    __slots__ = ("_compact", "_key", "_match")
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
+        self._compact: set[str] = set()  # names whose tensors `writable` takes as they are
         self._match = _Match([], [], [], 0)
 
     def find(
@@ -96,14 +98,50 @@ class Matcher:
                 sharded, sharing memory with another one).
         """
         found = model_tensors(model)
-        regions = {name: region_of(tensor) for name, tensor in found.tensors.items()}
-        key = (metadata, dict(aliases), partial, found.required, regions)
+        tensors = found.tensors
+        key = (metadata, dict(aliases), partial, found.required, places_of(tensors))
         if key != self._key:
+            regions = {name: region_of(tensor) for name, tensor in tensors.items()}
             self._match = _matched(found, regions, metadata, aliases, partial=partial)
             self._key = key
+            written = (name for group in self._match.names for name in group)
+            self._compact = {name for name in written if _is_compact(tensors[name])}
         names, ties, left_out, skipped = self._match
-        writes = [[writable(found.tensors[name]) for name in group] for group in names]
+        plain = self._compact
+        writes = [
+            [tensors[n].detach() if n in plain else writable(tensors[n]) for n in group]
+            for group in names
+        ]
         return Destinations(writes, ties, left_out, skipped)
+
+
+def places_of(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """Equal only while every name is the same memory, seen the same way: see `region_of`.
+
+    Lists side by side: with as many names as this is made for, a tuple for each takes longer to
+    make and to compare, and the garbage collector walks all of them.
+    """
+    names, held = list(tensors), list(tensors.values())
+    if not PLAIN_TYPES.issuperset(map(type, held)) or any(
+        t.layout is not torch.strided or t.is_meta for t in held
+    ):
+        return names, [region_of(tensor) for tensor in held]
+    return (
+        names,
+        list(map(id, held)),
+        [t.data_ptr() for t in held],
+        [t.shape for t in held],
+        [t.stride() for t in held],
+        [t.dtype for t in held],
+        [t.device for t in held],
+    )
+
+
+def _is_compact(tensor: torch.Tensor) -> bool:
+    """Whether `writable` has nothing to do but to detach, while the strides are the same."""
+    if type(tensor) not in PLAIN_TYPES:
+        return False
+    return not tensor.is_contiguous() or compact(tensor).stride() == tensor.stride()
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:

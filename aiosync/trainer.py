@@ -319,9 +319,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         self.admission.check_process()
         if self.state is State.CLOSED:
             return
-        self.admission.reap()
-        self.admission.leaving = "the end"  # for good: nothing may begin from here on
-        current = self.admission.current
+        current = self.admission.end()
         if current is not None:
             current.cancel()
             await run_to_end(current.over.wait, seconds=2 * DEFAULTS.cleanup_s)

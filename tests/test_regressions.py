@@ -436,3 +436,80 @@ async def test_bad_places_to_serve_at_are_refused_by_name(where):
         async with aiosync.serve(None):
             pass
     await engine.aclose()
+
+
+# -- clients and sources that open or close badly
+
+
+class Opening(Faulty):
+    """`fault` happens when the connections are opened or closed."""
+
+    def __init__(self, engine, *, enter=None, leave=None):
+        super().__init__(engine, None, None)
+        self.enter, self.leave = enter, leave
+
+    async def __aenter__(self):
+        if self.enter is not None:
+            await self.enter()
+        return self
+
+    async def __aexit__(self, *exc):
+        if self.leave is not None:
+            await self.leave()
+
+
+async def never():
+    await asyncio.sleep(60)
+
+
+async def broken():
+    raise OSError("the pool is gone")
+
+
+@pytest.mark.parametrize("leave", [never, broken])
+async def test_a_client_that_cannot_be_closed_does_not_undo_the_round(leave):
+    source, copy = nn.Linear(4, 4), nn.Linear(4, 4)
+    with LoopbackLink() as link:
+        async with worker_of(copy) as worker:
+            client = Opening(worker)
+            async with trainer_of(client, source, link) as trainer, asyncio.timeout(20):
+                await send(trainer)
+                client.leave = leave
+                change(source)
+                report = await send(trainer)
+                assert report.outcome == "committed"
+                assert torch.equal(source.weight, copy.weight)
+
+
+async def test_a_client_that_never_opens_ends_the_round_in_its_budget():
+    source, copy = nn.Linear(4, 4), nn.Linear(4, 4)
+    with LoopbackLink() as link:
+        async with worker_of(copy) as worker:
+            client = Opening(worker)
+            async with trainer_of(client, source, link) as trainer, asyncio.timeout(20):
+                await send(trainer)
+                client.enter = never
+                with pytest.raises(aiosync.PhaseTimeout, match="was not open within") as caught:
+                    await trainer.send_weights(budget=Budget(total=0.2))
+                assert caught.value.report is not None
+                client.enter = None
+                await send(trainer)
+
+
+async def test_what_a_source_raises_while_it_is_closed_does_not_hide_the_cause():
+    class Sloppy:
+        def __init__(self, model):
+            self.inner = aiosync.ModuleSource(model)
+            self.metadata = self.inner.metadata
+
+        def iter_full(self):
+            try:
+                for name, tensor in self.inner.iter_full():
+                    yield name, tensor[:0]
+            finally:
+                raise ZeroDivisionError("in its finally")
+
+    async with looped(source=Sloppy) as pair:
+        with pytest.raises(aiosync.Validation, match="announced with shape") as caught:
+            await send(pair.trainer)
+        assert any("in its finally" in note for note in caught.value.__notes__)

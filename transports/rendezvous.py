@@ -19,6 +19,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, final
@@ -43,6 +44,10 @@ _AGAIN_SECONDS = 0.1
 _ANNOUNCE_SECONDS = 5.0  # one message to the store, which answers nothing
 _LAST_WORDS_SECONDS = 0.3  # what a rank said before it left comes over another connection
 _REPLY_SECONDS = 1.0  # after the deadline, to ask who is missing
+
+
+_UNSETTLED: weakref.WeakSet[Meeting] = weakref.WeakSet()
+"""Meetings that still search for their connections; guarded by `SETUP`."""
 
 
 @final
@@ -80,7 +85,8 @@ class Meeting:
         self._store: TCPStore | None = None
         self._find: Callable[[], dict[int, socket.socket]] | None = None
         self._sockets: list[socket.socket] = []
-        self._guarded = 0  # native calls that wait now; they nest
+        self._opening = False
+        self._lock = threading.Lock()  # of `_sockets` and `_find`
         self.aborted = False
 
     @property
@@ -99,19 +105,22 @@ class Meeting:
             PhaseTimeout, TransportAborted: No answer in time, or `abort` was called.
         """
         with self.limited(f"reach {self._where}", deadline=deadline):
+            with self._set_up(deadline):
+                pass
             with self._reach(deadline) as way:
                 self.local = numeric(way.getsockname())[0]
                 remote = numeric(way.getpeername())
-            if not SETUP.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                raise PhaseTimeout("another set-up of this process is stuck", phase="init")
-            try:
+            with self._set_up(deadline):
                 known = connected(lambda _, there: there == remote)
                 for sock in known.values():
                     sock.close()
                 self._find = lambda: connected(lambda _, there: there == remote, skip=known)
-                self._store = self._open(remote, deadline)
-            finally:
-                SETUP.release()
+                _UNSETTLED.add(self)
+                self._opening = True
+                try:
+                    self._store = self._open(remote, deadline)
+                finally:
+                    self._opening = False
 
     def announce(self, stage: str, value: bytes) -> None:
         """Tell the others `value`; a stage is announced once by each rank."""
@@ -172,10 +181,11 @@ class Meeting:
 
     def settle(self) -> None:
         """The set-up is over: `abort` need not search for connections any more."""
-        find = self._find
-        if find is not None:
-            self._sockets = list(find().values())
-            self._find = None
+        _UNSETTLED.discard(self)
+        with self._lock:
+            find, self._find = self._find, None
+            if find is not None:
+                self._sockets = list(find().values())
 
     def abort(self) -> None:
         """Make a call that waits, and every later one, raise; from any thread, at once.
@@ -188,8 +198,10 @@ class Meeting:
     def close(self) -> None:
         """Leave the store; idempotent. A call that still waits is aborted."""
         self.abort()
-        sockets, self._sockets = self._sockets, []
-        self._store = self._find = None
+        _UNSETTLED.discard(self)
+        with self._lock:
+            sockets, self._sockets = self._sockets, []
+            self._store = self._find = None
         for sock in sockets:
             sock.close()
         self._waker.close()
@@ -209,12 +221,12 @@ class Meeting:
 
         def expire() -> None:
             nonlocal is_over
-            is_over = True
-            self._interrupt()
-            interrupt()
+            if not self.aborted:
+                is_over = True
+                self._interrupt()
+                interrupt()
 
         timer = _start_timer(max(0.0, deadline - time.monotonic()), expire)
-        self._guarded += 1
         try:
             self._waker.check()
             yield
@@ -228,12 +240,25 @@ class Meeting:
                 raise
             raise PeerLost(f"{text}: {_short(error)}") from error
         finally:
-            self._guarded -= 1
             timer.cancel()
 
     def __repr__(self) -> str:
         state = "aborted" if self.aborted else "connected" if self._store else "apart"
         return f"<Meeting rank {self.rank} of {self.size}, {self._where}, {state}>"
+
+    @contextmanager
+    def _set_up(self, deadline: float) -> Iterator[None]:
+        """Alone with the process's sockets; others keep to those they have from here on."""
+        if not SETUP.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise PhaseTimeout("another set-up of this process is stuck")
+        try:
+            for other in list(_UNSETTLED):
+                # A join that is stuck, or a rank beside this one.
+                if other._port == self._port:  # noqa: SLF001 - of this class
+                    other.settle()
+            yield
+        finally:
+            SETUP.release()
 
     def _open(self, remote: tuple[str, int], deadline: float) -> TCPStore:
         while True:
@@ -287,15 +312,15 @@ class Meeting:
 
     def _interrupt(self) -> None:
         self._waker.wake()
-        shut(self._sockets)
-        find = self._find
-        if find is not None:  # not those alone that are known: a group's set-up opens its own
-            fresh = list(find().values())
+        with self._lock:
+            shut(self._sockets)
+            # Not those alone that are known: a group's set-up opens connections of its own.
+            fresh = [] if self._find is None else list(self._find().values())
             shut(fresh)
-            for sock in fresh:
-                sock.close()
-            if self._guarded:  # torch connects again by itself, and then waits for ever
-                _start_timer(_AGAIN_SECONDS, self._interrupt)
+        for sock in fresh:
+            sock.close()
+        if self._opening:  # torch connects again by itself, and then waits for ever
+            _start_timer(_AGAIN_SECONDS, self._interrupt)
 
     def _absent(self, stage: str, missing: Sequence[int]) -> PhaseTimeout:
         names = ", ".join(f"{self.names[rank]} (rank {rank})" for rank in missing)
