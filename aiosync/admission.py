@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, final
 
+import anyio
+import msgspec
+
+from aiosync.defaults import DEFAULTS
 from aiosync.errors import Busy, Validation, WrongLoop, WrongProcess
 from aiosync.round import Round
 from aiosync.version import Version, next_version
@@ -107,17 +112,28 @@ class Admission:
                 f"{self._engine.name} belongs to process {self._pid}; make a new engine in this one"
             )
 
-    async def wait_turn(self, on_busy: str) -> None:
-        """Apply ``on_busy`` until the slot is free, or raise `Busy`."""
+    async def wait_turn(self, on_busy: str, budget: Budget) -> Budget:
+        """Apply ``on_busy`` until the slot is free, or raise `Busy`.
+
+        Returns:
+            `budget`, with the time that was waited taken off its total.
+        """
         if on_busy not in ("raise", "wait", "supersede"):
             raise Validation(f"on_busy must be raise, wait or supersede, not {on_busy!r}")
         self.reap()
-        while on_busy != "raise" and self.current is not None:
-            self._check_loop()
-            if on_busy == "supersede":
-                self.current.cancel()
-            await self.current.over.wait()
+        began = time.monotonic()
+        total = DEFAULTS.total_s if budget.total is None else budget.total
+        with anyio.move_on_after(total):
+            while on_busy != "raise" and self.current is not None:
+                self._check_loop()
+                if on_busy == "supersede":
+                    self.current.cancel()
+                await self.current.over.wait()
         self.check()
+        if budget.total is None:
+            return budget
+        left = max(total - (time.monotonic() - began), 0.001)
+        return msgspec.structs.replace(budget, total=left)
 
     def take(
         self,

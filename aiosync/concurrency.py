@@ -161,6 +161,24 @@ async def run_to_end(fn: Callable[[], Awaitable[Any]], *, seconds: float) -> boo
     return finished
 
 
+async def to_its_end(fn: Callable[[], Awaitable[None]]) -> None:
+    """Await ``fn()``, whose steps are bounded by themselves, whatever cancels meanwhile.
+
+    For closing: a scope that was cancelled must not leave an engine half closed. Errors are
+    raised; a cancellation is raised once `fn` is through.
+    """
+
+    async def body() -> None:
+        with anyio.CancelScope(shield=True):  # each step of `fn` has a deadline of its own
+            await fn()
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(body)
+    except BaseExceptionGroup as error:
+        raise collapse(error) from None
+
+
 @final
 class Task(Generic[T]):
     """A free task with a bounded, repeatable wait and a result that never logs by accident."""

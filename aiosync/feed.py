@@ -15,21 +15,19 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from aiosync import passes
+from aiosync.feed_checker import Checker, kind_of
 from aiosync.grouping import group_sizes
 from aiosync.metadata import (
-    dtype_name,
     from_wire,
     metadata_digest,
     to_wire,
     validate_metadata,
 )
-from aiosync.module_layout import compact, is_dtensor
-from aiosync.module_walk import PLAIN_TYPES
 from aiosync.sources import WeightSource
 from statemachines.errors import Validation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator, Sequence
+    from collections.abc import AsyncGenerator, Generator
 
     from aiosync.metadata import ParamMeta
 
@@ -60,7 +58,7 @@ class SourceFeed:
         if not isinstance(announced, Iterable):
             raise TypeError(
                 f"{type(source).__name__}.metadata must be a list of ParamMeta, not"
-                f" {_kind(announced)}"
+                f" {kind_of(announced)}"
             )
         self.source = source
         self.rank = rank
@@ -138,7 +136,7 @@ class SourceFeed:
         passed: Any = self._iterate()
         if hasattr(passed, "__aiter__"):
             raise TypeError(f"{self._what} yields asynchronously; set is_async = True on its class")
-        passed, checker = iter(passed), _Checker(self)
+        passed, checker = iter(passed), Checker(self)
         with passes.closing(passed):
             while True:
                 with torch.no_grad():  # per step: grad mode belongs to the thread, not to us
@@ -158,7 +156,7 @@ class SourceFeed:
         passed: Any = self._iterate()
         if not hasattr(passed, "__aiter__"):
             raise TypeError(f"{self._what} yields synchronously; use iter_batches")
-        passed, checker = aiter(passed), _Checker(self)
+        passed, checker = aiter(passed), Checker(self)
         async with passes.aclosing(passed, seconds=passes.CLOSE_SECONDS):
             while True:
                 try:
@@ -190,126 +188,11 @@ class SourceFeed:
             raise Validation(f"owned_names({self.rank}) repeats names or leaves metadata order")
         return owned
 
-    def _taken(self, checker: _Checker, batch: Any) -> list[tuple[int, torch.Tensor]]:
+    def _taken(self, checker: Checker, batch: Any) -> list[tuple[int, torch.Tensor]]:
         pairs = batch if self._grouped else [batch]
         if not isinstance(pairs, list | tuple):
-            raise Validation(f"{self._what} yielded {_kind(pairs)}, not a list of pairs")
+            raise Validation(f"{self._what} yielded {kind_of(pairs)}, not a list of pairs")
         return checker.take_all(pairs)
-
-
-class _Checker:
-    """Walks the owned metadata beside one pass."""
-
-    __slots__ = ("_feed", "_metadata", "_next", "_owned", "_positions")
-
-    def __init__(self, feed: SourceFeed) -> None:
-        self._feed = feed
-        self._metadata: Sequence[ParamMeta] = feed.metadata
-        self._owned: Sequence[int] = feed.owned
-        self._positions: dict[str, int] = {}  # of names already seen
-        self._next = 0
-
-    def take_all(self, pairs: Sequence[Any]) -> list[tuple[int, torch.Tensor]]:
-        """A batch: at once where all of it is plain and as announced, else one by one."""
-        taken = self._take_plain(pairs) if len(pairs) > 1 else None
-        return [self.take(pair) for pair in pairs] if taken is None else taken
-
-    def _take_plain(self, pairs: Sequence[Any]) -> list[tuple[int, torch.Tensor]] | None:
-        """None, with nothing taken, where any pair needs a closer look."""
-        at, end = self._next, self._next + len(pairs)
-        if set(map(type, pairs)) != {tuple} or set(map(len, pairs)) != {2}:
-            return None
-        indices = self._owned[at:end]
-        metas = [self._metadata[index] for index in indices]
-        names, tensors = map(list, zip(*pairs, strict=True))
-        # Plain strings only: a subclass might compare as it likes.
-        if set(map(type, names)) != {str} or not PLAIN_TYPES.issuperset(map(type, tensors)):
-            return None
-        if names != [meta.name for meta in metas]:
-            return None
-        if [t.dtype for t in tensors] != [meta.dtype for meta in metas]:
-            return None
-        shapes = [meta.shape for meta in metas]
-        if [t.shape for t in tensors] != shapes or not all(map(_is_ready, tensors)):
-            return None
-        self._positions.update(zip(names, range(at, end), strict=True))
-        self._next = end
-        ready = [
-            (compact(t) if 1 in shape or 0 in shape else t).detach()
-            for t, shape in zip(tensors, shapes, strict=True)
-        ]
-        return list(zip(indices, ready, strict=True))
-
-    def take(self, pair: Any) -> tuple[int, torch.Tensor]:
-        at = self._next
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise Validation(f"position {at}: expected (name, tensor), got {_kind(pair)}")
-        name, tensor = pair
-        if at >= len(self._owned) or self._metadata[self._owned[at]].name != name:
-            raise self._misplaced(name)
-        index = self._owned[at]
-        meta = self._metadata[index]
-        problem = _mismatch(meta, tensor)
-        if problem is not None:
-            raise Validation(f"{name} (position {at}): {problem}", tensor=name)
-        self._positions[name] = at
-        self._next = at + 1
-        return index, compact(tensor.detach().resolve_conj().resolve_neg())
-
-    def finish(self) -> None:
-        if self._next < len(self._owned):
-            missing = self._metadata[self._owned[self._next]].name
-            raise Validation(
-                f"the source ended after {self._next} of {len(self._owned)} tensors: "
-                f"{missing} is missing",
-                tensor=missing,
-            )
-
-    def _misplaced(self, name: str) -> Validation:
-        at = self._next
-        if name in self._positions:
-            text = f"{name} came twice, at positions {self._positions[name]} and {at}"
-        elif at >= len(self._owned):
-            text = f"{name} (position {at}) is extra: only {len(self._owned)} tensors are announced"
-        else:
-            expected = self._metadata[self._owned[at]].name
-            text = f"position {at}: expected {expected}, got {name}"
-            if all(meta.name != name for meta in self._metadata):
-                text += ", which is not announced"
-            elif all(self._metadata[i].name != name for i in self._owned):
-                text += f", which rank {self._feed.rank} does not own"
-        return Validation(text, tensor=name)
-
-
-def _is_ready(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor's memory is what is sent, as it lies there."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_meta
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-    )
-
-
-def _mismatch(meta: ParamMeta, tensor: Any) -> str | None:
-    if not isinstance(tensor, torch.Tensor):
-        return f"expected a tensor, got {_kind(tensor)}"
-    if tensor.dtype != meta.dtype:
-        return f"announced as {dtype_name(meta.dtype)}, yielded as {dtype_name(tensor.dtype)}"
-    if tuple(tensor.shape) != meta.shape:
-        return f"announced with shape {meta.shape}, yielded with {tuple(tensor.shape)}"
-    if tensor.device.type == "meta":
-        return "on the meta device: it has no data"
-    if is_dtensor(tensor):
-        return "a DTensor; yield materialize_full_tensor(tensor)"
-    if tensor.layout is not torch.strided:
-        return f"layout {tensor.layout}; only strided tensors are sent"
-    return None
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _by_groups(cls: type) -> bool:

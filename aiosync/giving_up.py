@@ -27,10 +27,17 @@ async def give_up(round: Round, cause: BaseException) -> None:
 
     The other half belongs to the lane that had to be aborted before.
     """
-    await _tell_ranks(round, cause)
     engine = round.engine
-    if engine.machine.state not in BUSY or engine.admission.current is not round:
-        return  # nothing to end; or its loop was closed, and the slot is another round's by now
+    mine = engine.machine.state in BUSY and engine.admission.current is round
+    # Else there is nothing to end; or its loop was closed, and the slot is another round's by now.
+    try:
+        await _tell_ranks(round, cause)
+    finally:
+        if mine:
+            await _end(round, cause)
+
+
+async def _end(round: Round, cause: BaseException) -> None:
     try:
         # After finish, too: a member that still waits for its swap would keep new requests out
         # until its lease ends. One that is swapping already is left to finish.

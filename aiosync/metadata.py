@@ -11,6 +11,7 @@ import hashlib
 import math
 import re
 from dataclasses import dataclass, field
+from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -270,6 +271,24 @@ def validate_metadata(metadata: Iterable[Any]) -> list[ParamMeta]:
             raise Validation(f"{meta.name}: dtype {meta.dtype!r} cannot be sent", tensor=meta.name)
         meta_nbytes(meta)
     return metas
+
+
+class Validated:
+    """`validate_metadata`, which has nothing to do for the very same `ParamMeta`s as last time."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: list[ParamMeta] = []
+
+    def __call__(self, metadata: Iterable[Any]) -> list[ParamMeta]:
+        """See `validate_metadata`."""
+        metas = list(metadata)
+        # By identity, which is enough: they are frozen. Nobody else has the list that is kept.
+        if len(metas) != len(self._last) or not all(map(is_, metas, self._last)):
+            metas = validate_metadata(metas)
+            self._last = metas.copy()
+        return metas
 
 
 def _check_name(name: object, position: int) -> None:

@@ -38,17 +38,19 @@ def named_members(module: nn.Module) -> tuple[_Named, _Named]:
 
 def _collect(module: nn.Module, prefix: str, parameters: _Named, buffers: _Named) -> bool:
     """False for a tree with a class that walks itself in its own way."""
-    if not _walks_plainly(type(module)):
+    if not _walks_plainly(type(module)):  # type: ignore[arg-type] # a class is hashable
         return False
-    for name, parameter in module._parameters.items():
+    # torch has no quick public form of these three.
+    held, kept, below = module._parameters, module._buffers, module._modules  # noqa: SLF001
+    for name, parameter in held.items():
         if parameter is not None:
             parameters[prefix + name] = parameter
-    if module._buffers:
-        for name, buffer in module._buffers.items():
+    if kept:
+        for name, buffer in kept.items():
             if buffer is not None:
                 buffers[prefix + name] = buffer
-    if module._modules:
-        for name, child in module._modules.items():
+    if below:
+        for name, child in below.items():
             if child is not None and not _collect(child, f"{prefix}{name}.", parameters, buffers):
                 return False
     return True

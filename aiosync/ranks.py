@@ -10,17 +10,22 @@ The meetings happen on the source lane. A single rank meets nobody, at no cost.
 
 from __future__ import annotations
 
+import functools
+import ipaddress
 import math
 import socket
 import threading
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
+import anyio
 import msgspec
 
 from aiosync.agreement import Holding
 from aiosync.concurrency import first_line
-from aiosync.errors import RoundCancelled, Validation
+from aiosync.defaults import DEFAULTS
+from aiosync.errors import PeerLost, PhaseTimeout, RoundCancelled, Validation
 from aiosync.messages import ErrorInfo, error_info, to_error
 from aiosync.report import Report
 from transports.star import Star, StarHub, join_star
@@ -28,6 +33,8 @@ from transports.waker import Waker
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from transports.lane import LaneLike
 
 
 _ADDRESS_BYTES = 256
@@ -60,6 +67,7 @@ class TrainerRanks:
         self.parted = False
         """Whether the ranks left this round together, or cannot meet any more."""
         self._lock = threading.Lock()
+        self._broken = False
         self.deadline = math.inf
         """Of `time.monotonic`; a meeting does not wait longer. Set by the round."""
 
@@ -76,7 +84,18 @@ class TrainerRanks:
         return self._star.size
 
     def begin(self, deadline: float) -> None:
-        """A new round: nobody has asked to stop yet."""
+        """A new round: nobody has asked to stop yet.
+
+        Raises:
+            PeerLost: An earlier round ended in the middle of a meeting, or without one: the ranks
+                do not know where the others are any more.
+        """
+        if self._broken:
+            raise PeerLost(
+                "the trainer ranks lost each other in an earlier round",
+                phase="admit",
+                next_step="make new engines on all ranks",
+            )
         self.deadline = deadline
         self.parted = False
         with self._lock:
@@ -150,7 +169,7 @@ class TrainerRanks:
             parts = self._star.exchange(msgspec.json.encode(word), deadline=self.deadline)
             words = [_WORD.decode(part) for part in parts]
         except BaseException:
-            self.parted = True  # whatever it was, the ranks are out of step now
+            self.parted = self._broken = True  # whatever it was, the ranks are out of step now
             raise
         if any(other.stop is not None or other.at != words[0].at for other in words):
             self.parted = True
@@ -180,6 +199,7 @@ class TrainerRanks:
 
     def abort(self) -> None:
         """End a blocked meeting; the star is of no more use."""
+        self._broken = True
         self._star.abort()
 
     def close(self) -> None:
@@ -209,7 +229,8 @@ def gather_ranks(group: dist.ProcessGroup | None, *, seconds: float) -> TrainerR
 
     if not (dist.is_available() and dist.is_initialized()):
         return TrainerRanks.alone()
-    own = group if group is not None else dist.new_group(backend="gloo")
+    limit = timedelta(seconds=seconds)
+    own = group if group is not None else dist.new_group(backend="gloo", timeout=limit)
     rank, size = dist.get_rank(own), dist.get_world_size(own)
     if size == 1:
         return TrainerRanks.alone()
@@ -234,11 +255,26 @@ def gather_ranks(group: dist.ProcessGroup | None, *, seconds: float) -> TrainerR
             dist.destroy_process_group(own)
 
 
+async def gathered(lane: LaneLike, group: Any) -> TrainerRanks:
+    """`gather_ranks` on the source lane, with a limit of its own.
+
+    Raises:
+        PhaseTimeout: Not all ranks came; a torch collective that is stuck keeps its thread.
+    """
+    seconds = DEFAULTS.admit_s
+    with anyio.move_on_after(seconds):
+        gathering = functools.partial(gather_ranks, group, seconds=seconds)
+        return await lane.run(gathering, grace=DEFAULTS.cleanup_s / 2, discard=TrainerRanks.close)
+    raise PhaseTimeout(f"not all trainer ranks came within {seconds:g} s", phase="init")
+
+
 def own_address() -> str:
     """The address other hosts reach this one by, as its own name resolves; else loopback."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return "127.0.0.1"
-    addresses: list[Any] = [info[4][0] for info in found]
-    return str(addresses[0]) if addresses else "127.0.0.1"
+    addresses = [str(info[4][0]) for info in found]
+    # Debian's own entry for the host name is a loopback address that nobody else can use.
+    elsewhere = [a for a in addresses if not ipaddress.ip_address(a.split("%")[0]).is_loopback]
+    return (elsewhere or addresses or ["127.0.0.1"])[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -38,9 +39,13 @@ async def open_channel(engine: TrainerWeightTransferEngine[Any], timeout: float 
         what = engine.admission.leaving or "an initialize"
         raise Busy(f"{what} of this engine is under way", phase="init", detail=engine.standing())
     engine.is_opening = True
+    deadline = time.monotonic() + limit
     try:
-        await engine.machine.pass_gates(Trigger.INITIALIZE)
-        await _open(engine, limit)
+        with anyio.move_on_after(limit) as scope:
+            await engine.machine.pass_gates(Trigger.INITIALIZE)
+        if scope.cancelled_caught:
+            raise PhaseTimeout(f"the gates took longer than {limit:g} s", phase="init")
+        await _open(engine, max(deadline - time.monotonic(), 0.001))
     finally:
         engine.is_opening = False
 

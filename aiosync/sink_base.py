@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from aiosync.crash_marker import CrashMarker
 from aiosync.errors import Busy, Coverage, InvalidTransition, Torn, Validation
-from aiosync.metadata import first_few, meta_nbytes, validate_metadata
+from aiosync.metadata import Validated, first_few, meta_nbytes
 from aiosync.module_layout import bit_equal
 from aiosync.targets import Destinations, Matcher, model_tensors
 from statemachines.tables import Weights
@@ -73,7 +72,7 @@ class Sink(ABC):
         self._landed: list[bool] = []
         self._handed: dict[int, torch.Tensor] = {}
         self._open = False
-        self._checked: list[ParamMeta] = []
+        self._validated = Validated()
 
     def begin(
         self,
@@ -97,7 +96,7 @@ class Sink(ABC):
         """
         if self._open:
             raise Busy("this sink has a round under way: commit or abort it first")
-        metas = self._valid(metadata)
+        metas = self._validated(metadata)
         if partial and self.weights != Weights.INTACT:
             raise Torn("a partial update cannot mend these weights", weights=self.weights)
         found = self._find(metas, aliases or {}, partial=partial)
@@ -224,14 +223,6 @@ class Sink(ABC):
             self._loader = model.load_weights
         else:
             model_tensors(model)
-
-    def _valid(self, metadata: Iterable[ParamMeta]) -> list[ParamMeta]:
-        """The announcement, checked; the very same one as last time has been."""
-        metas = list(metadata)
-        # Identity, and `ParamMeta` is frozen: equal ones of another kind are looked at again.
-        if len(metas) != len(self._checked) or not all(map(is_, metas, self._checked)):
-            self._checked = metas = validate_metadata(metas)
-        return metas
 
     def _find(
         self, metas: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool

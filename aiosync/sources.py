@@ -202,12 +202,12 @@ class ModuleSource(WeightSource):
         if overridden or self.session is not None:
             return {}
         live = live_tensors(self.module)
-        found = ((m, live.get(self._layout.keys[m.name])) for m in self.metadata)
-        return {
-            meta.name: compact(tensor.detach())
-            for meta, tensor in found
-            if tensor is not None and is_resident(tensor, meta)
-        }
+        keys, found = self._layout.keys, {}
+        for meta in self.metadata:
+            tensor = live.get(keys[meta.name])
+            if tensor is not None and is_resident(tensor, meta):
+                found[meta.name] = compact(tensor.detach())
+        return found
 
     @cached_property
     def _layout(self) -> Layout:

@@ -28,14 +28,17 @@ async def stream_out(
     stall: float,
     grace: float,
     lane: LaneLike,
+    prepare: Callable[[], None] | None = None,
 ) -> StreamSummary:
     """Send everything the pass yields; returns once every reader has acknowledged every chunk.
 
     The source is not touched before the readers are there. Cancellation aborts the pass and gives
-    the lane `grace` seconds to come back.
+    the lane `grace` seconds to come back. `prepare` (blocking) runs on the lane first.
     """
 
     def begin() -> None:
+        if prepare is not None:
+            prepare()
         sender.open(plan, readers, round=round, stall=stall)
 
     def drive() -> StreamSummary:

@@ -7,7 +7,6 @@ rounds an engine owns no task, timer or lease: the next round may run under anot
 
 from __future__ import annotations
 
-import functools
 import math
 import secrets
 from abc import ABC
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from aiosync.admission import NEXT, Admission
 from aiosync.budget import Budget, check_seconds
-from aiosync.concurrency import Supervisor, run_to_end
+from aiosync.concurrency import Supervisor, run_to_end, to_its_end
 from aiosync.config import check_identity
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
@@ -25,7 +24,7 @@ from aiosync.members import links_of
 from aiosync.overrides import is_inside, wrap_steps
 from aiosync.proxy import ClientProxy
 from aiosync.push import open_session
-from aiosync.ranks import TrainerRanks, gather_ranks
+from aiosync.ranks import TrainerRanks, gathered
 from aiosync.rendezvous import open_channel, owner_name, say_goodbye
 from aiosync.source_side import SourceSide
 from aiosync.sources import as_source
@@ -211,9 +210,8 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
             group: A process group with a CPU backend; None: all ranks of torch.distributed, if it
                 is initialised, else this rank is alone.
         """
-        gathering = functools.partial(gather_ranks, group, seconds=DEFAULTS.admit_s)
         alone = self.ranks
-        self.ranks = await self.source_lane.run(gathering, grace=DEFAULTS.cleanup_s / 2)
+        self.ranks = await gathered(self.source_lane, group)
         alone.close()
 
     async def initialize(self, *, timeout: float | None = None) -> None:
@@ -261,7 +259,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         """
         limits = Budget.of(budget, timeout)
         if not is_inside(self):  # else an override calls this one: its slot is handed over
-            await self.admission.wait_turn(on_busy)
+            limits = await self.admission.wait_turn(on_busy, limits)
         return await self.run_round(self.admission.take(version, limits, rollback=rollback))
 
     def begin_update(
@@ -317,8 +315,10 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
     async def aclose(self) -> None:
         """End the engine; a round under way is cancelled first. Idempotent."""
         self.admission.check_process()
-        if self.state is State.CLOSED:
-            return
+        if self.state is not State.CLOSED:
+            await to_its_end(self._close)
+
+    async def _close(self) -> None:
         current = self.admission.end()
         if current is not None:
             current.cancel()

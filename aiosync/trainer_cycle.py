@@ -52,7 +52,7 @@ class TrainerCycle:
         """
         engine = self.engine
         limits = Budget.of(options.get("budget"), options.get("timeout"))
-        await engine.admission.wait_turn(on_busy)
+        limits = await engine.admission.wait_turn(on_busy, limits)
         this = engine.admission.take(
             options.get("version", NEXT), limits, rollback=options.get("rollback", False)
         )

@@ -134,3 +134,8 @@ def weights_id(version: Version, digest: str | None) -> str:
     name says so.
     """
     return f"{version.lineage}/{version.order}/{digest or 'unverified'}"
+
+
+def label_of(version: Version | None) -> str | None:
+    """The label on the wire, or None before the first version."""
+    return None if version is None else version.wire

@@ -12,8 +12,9 @@ import secrets
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
+from aiosync.concurrency import to_its_end
 from aiosync.errors import Validation
-from aiosync.generation import GenerationGate
+from aiosync.generation import GateState, GenerationGate
 from aiosync.infos import parse_info
 from aiosync.messages import PROTOCOL, PeerState
 from aiosync.overrides import wrap_steps
@@ -234,6 +235,7 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
             lease_s=getattr(self.config, "lease_s", None),
             detail={
                 "seq": self.machine.seq,
+                "paused": self.generation.state is not GateState.RUNNING,
                 "allowed": list(self.machine.allowed()),
                 "round": ownership.last_round,
                 "settled": ownership.settled,
@@ -264,14 +266,19 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
     @property
     def sink(self) -> Sink:
         """Where the open round's tensors go; asking for it makes the round use it."""
+        sink = self.know_sink()
+        if self.cycle.calls is not None:
+            sink.attach(self.cycle.calls)
+        self.cycle.sink = sink
+        return sink
+
+    def know_sink(self) -> Sink:
+        """The model's sink, made if there is none yet; does not make the round use it."""
         sink = self._sinks.get(id(self.model))
         if sink is None:
             is_own = self.model is self._default_model
             sink = build_sink(self.config, self.model, self.device, is_own=is_own)
             self._sinks[id(self.model)] = sink
-        if self.cycle.calls is not None:
-            sink.attach(self.cycle.calls)
-        self.cycle.sink = sink
         return sink
 
     @property
@@ -291,10 +298,15 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
 
     async def aclose(self) -> None:
         """End the engine: an open round fails first, then channel and lane go. Idempotent."""
-        if self.state is State.CLOSED:
-            return
+        if self.state is not State.CLOSED:
+            await to_its_end(self._close)
+
+    async def _close(self) -> None:
         await self.cycle.close()
         self.close_lane()
+        for sink in self._sinks.values():
+            sink.release()  # spare memory as large as the model
+        self._sinks.clear()
 
     def close_lane(self) -> None:
         """Let the thread end after its last call."""

@@ -15,12 +15,12 @@ import anyio
 from aiosync.concurrency import Supervisor, run_to_end
 from aiosync.config import WeightTransferInitRequest
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import Busy, Coverage, Fenced, RoundCancelled, Validation
+from aiosync.errors import Busy, Coverage, Fenced, PhaseTimeout, RoundCancelled, Validation
 from aiosync.lane_calls import LaneCalls
 from aiosync.overrides import bare_of, call_step
 from aiosync.ownership import Ownership
 from aiosync.session import Session, stopped
-from aiosync.version import check_label, check_successor, next_version, renamed
+from aiosync.version import check_label, check_successor, label_of, next_version, renamed
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger, Weights
 
@@ -90,7 +90,7 @@ class WorkerCycle:
                 engine.close_lane()
                 raise engine.wrong_order("init")
             self.ownership.take(header.owner if header is not None else None)
-            engine.machine.fire(Trigger.INITIALIZE, version=_label(engine.version))
+            engine.machine.fire(Trigger.INITIALIZE, version=label_of(engine.version))
         finally:
             self._changing = None
 
@@ -104,13 +104,13 @@ class WorkerCycle:
         if engine.state is not State.INITIALIZED:
             raise engine.wrong_order("start")
         target = self._successor(header)
-        await engine.machine.pass_gates(Trigger.START, version=_label(target))
+        await engine.machine.pass_gates(Trigger.START, version=label_of(target))
         # No await from here to the session: nobody slips in between check, flip and owner.
         if self._changing or self._is_ended() or not engine.machine.may(Trigger.START):
             raise engine.wrong_order("start")
         self.ownership.check(header, "start")
         number = self.ownership.begin(header)
-        engine.machine.fire(Trigger.START, round=number, version=_label(target))
+        engine.machine.fire(Trigger.START, round=number, version=label_of(target))
         self.target, self.header = target, header
         self.calls = LaneCalls()
         self.sink = None
@@ -197,7 +197,7 @@ class WorkerCycle:
             return
         self._changing = "a shutdown"
         try:
-            await self._step(bare)
+            await self._limited(bare, seconds=DEFAULTS.finish_s, phase="shutdown")
             if engine.state is State.INITIALIZED:
                 engine.machine.fire(Trigger.RELEASE)
             elif engine.state is State.FAILED:
@@ -242,6 +242,15 @@ class WorkerCycle:
             grace=DEFAULTS.cleanup_s / 2,
         )
 
+    async def _limited(
+        self, bare: Callable[..., Any], *args: Any, seconds: float, phase: str
+    ) -> None:
+        """A step outside of rounds: one that blocks for good must not keep the next owner out."""
+        with anyio.move_on_after(seconds) as limit:
+            await self._step(bare, *args)
+        if limit.cancelled_caught:
+            raise PhaseTimeout(f"{phase} took longer than {seconds:g} s", phase=phase)
+
     def _abort_step(self) -> None:
         self.engine.abort_receive()
         if self.sink is not None:
@@ -256,7 +265,7 @@ class WorkerCycle:
     async def _open_channel(self, bare: Callable[..., Any], info: Any) -> None:
         engine = self.engine
         try:
-            await self._step(bare, info)
+            await self._limited(bare, info, seconds=DEFAULTS.admit_s, phase="init")
         except BaseException as error:
             if engine.state is State.IDLE:
                 engine.machine.fire(Trigger.FAIL, phase="init", error=error, weights=engine.weights)
@@ -313,7 +322,7 @@ class WorkerCycle:
             version = renamed(version, weight_version)
         await self._prepare()
         await engine.machine.pass_gates(
-            Trigger.COMPLETE, round=session.number, version=_label(version)
+            Trigger.COMPLETE, round=session.number, version=label_of(version)
         )
         await self._step(bare)
         if self.sink is None:
@@ -322,7 +331,14 @@ class WorkerCycle:
         async with engine.generation.swap(timeout=DEFAULTS.pause_s):
             session.holding = True
             self.sink.target = version
-            await engine.lane.run(self.sink.commit, grace=DEFAULTS.finish_s)
+            with anyio.move_on_after(DEFAULTS.commit_s) as limit:
+                await engine.lane.run(self.sink.commit, grace=DEFAULTS.cleanup_s)
+            if limit.cancelled_caught:  # a loader that blocks for good: torn, and the lane is lost
+                raise PhaseTimeout(
+                    f"the swap took longer than its {DEFAULTS.commit_s:g} s",
+                    phase="finish",
+                    round=session.number,
+                )
             # Inside the swap: the version becomes visible together with the weights.
             self._committed(session, version)
 
@@ -336,7 +352,7 @@ class WorkerCycle:
         engine.machine.fire(
             Trigger.COMPLETE,
             round=session.number,
-            version=_label(engine.version),
+            version=label_of(engine.version),
             nbytes=engine.received_bytes(),
             weights=engine.weights,
         )
@@ -365,7 +381,7 @@ class WorkerCycle:
             error=error,
             weights=engine.weights,
             nbytes=engine.received_bytes(),
-            version=_label(engine.version),
+            version=label_of(engine.version),
         )
 
     def _open_session(self, what: str, header: RoundHeader | None) -> Session:
@@ -380,7 +396,3 @@ class WorkerCycle:
                 detail={"last_round": session.number},
             )
         return session
-
-
-def _label(version: Version | None) -> str | None:
-    return None if version is None else str(version.label)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, final
 import anyio
 import msgspec
 
-from aiosync.concurrency import Supervisor, first_line
+from aiosync.concurrency import Supervisor, first_line, to_its_end
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import InvalidTransition, PeerLost, Validation
 from aiosync.members import fan_out, opened
@@ -116,8 +116,11 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
         try:
             await super().aclose()
         finally:
-            await self._watching.aclose(seconds=DEFAULTS.cleanup_s)
-            await self._stack.aclose()
+            await to_its_end(self._leave_ranks)
+
+    async def _leave_ranks(self) -> None:
+        await self._watching.aclose(seconds=DEFAULTS.cleanup_s)
+        await self._stack.aclose()
 
     # -- the steps, each to all ranks ------------------------------------------------------------
 

@@ -264,7 +264,7 @@ class Rank:
                 reply = await ask(header=header)
             except RemoteError:  # fenced: it is alive, but not ours
                 reply = await ask()
-        except AiosyncError as error:
+        except Exception as error:  # noqa: BLE001  whatever a client raises is a beat without answer
             if isinstance(error, PeerLost):
                 self.lose(error.message)
             return

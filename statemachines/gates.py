@@ -104,13 +104,32 @@ def _judged(gate: _Gate, context: GateContext) -> Any:
         raise _rejection(gate, context, f"raised {type(error).__name__}") from error
 
 
+async def _answer(gate: _Gate, context: GateContext, answer: Awaitable[Any]) -> Any:
+    """Await the answer in a task of its own: only a cancellation of *this* one may pass."""
+    answers: list[Any] = []
+
+    async def ask() -> None:
+        answers.append(await answer)
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+    except BaseExceptionGroup as error:
+        if len(error.exceptions) == 1:
+            raise error.exceptions[0] from None
+        raise
+    if not answers:  # a stray cancellation, of a future that the check awaited
+        raise _rejection(gate, context, "was cancelled from elsewhere")
+    return answers[0]
+
+
 async def _ask_one(gate: _Gate, context: GateContext) -> None:
     vetoed = False
     try:
         with anyio.move_on_after(gate.timeout) as scope:
             answer = _judged(gate, context)
             if inspect.isawaitable(answer):
-                answer = await answer
+                answer = await _answer(gate, context, answer)
             # Not `is False`: numpy's False is a veto as well. A check that says nothing agrees.
             vetoed = answer is not None and not answer
     except GateRejected:

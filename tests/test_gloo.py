@@ -75,12 +75,11 @@ async def assert_old(worker, old):
     ("kind", "count", "sink", "verify"),
     [
         ("small", 1, "staged", "digest"),
-        ("odd", 1, "staged", "digest"),
         ("odd", 3, "in_place", "digest"),
         ("odd", 1, "in_place", "counts"),
         ("tied", 3, "staged", "digest"),
-        ("large", 1, "in_place", "digest"),
-        ("large", 3, "staged", "counts"),
+        ("large", 1, "in_place", "counts"),
+        ("large", 3, "staged", "digest"),
     ],
 )
 @pytest.mark.parametrize("buffer", [1024, 8 << 20])
@@ -130,7 +129,7 @@ class Everything(aiosync.WeightSource):
         generator = torch.Generator().manual_seed(5)
         self.tensors = {}
         for dtype in DTYPES:
-            for shape in [(), (0, 7), (7,), (3, 5), (1200, 1001)]:
+            for shape in [(), (0, 7), (7,), (3, 5), (500, 1001)]:
                 count = torch.Size(shape).numel() * dtype.itemsize
                 top = 2 if dtype == torch.bool else 256  # other bits are no bool
                 raw = torch.randint(0, top, (count,), dtype=torch.uint8, generator=generator)
@@ -155,7 +154,7 @@ class Everything(aiosync.WeightSource):
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("buffer", [4096, 1 << 20])
+@pytest.mark.parametrize("buffer", [1 << 16, 1 << 20])
 async def test_every_dtype_and_layout_arrives_as_it_was(buffer):
     from aiosync.testing import DirectClient
 
@@ -263,8 +262,10 @@ async def test_source_raises(at):
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("how", ["500", "reset", "hang"])
-@pytest.mark.parametrize("at", [0, 3, 6], ids=["first", "middle", "last"])
+@pytest.mark.parametrize(
+    ("how", "at"),
+    [("500", 0), ("500", 3), ("500", 6), ("reset", 0), ("reset", 6), ("hang", 3)],
+)
 async def test_update_call_fails_while_the_transmit_runs(how, at):
     hold = Hold(at)
     async with pair(hold, count=2, broken=True) as (sync, source, workers, middle):
@@ -428,7 +429,7 @@ async def test_a_taken_port_is_refused_before_a_worker_hears_of_it():
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("address", ["::1", "[::1]", "localhost", "127.0.0.1"])
+@pytest.mark.parametrize("address", ["[::1]", "localhost"])
 async def test_forms_of_the_master_address(address):
     source = Paced(models.make("small", seed=1))
     async with replicas(2) as workers:

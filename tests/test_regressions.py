@@ -513,3 +513,37 @@ async def test_what_a_source_raises_while_it_is_closed_does_not_hide_the_cause()
         with pytest.raises(aiosync.Validation, match="announced with shape") as caught:
             await send(pair.trainer)
         assert any("in its finally" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.asyncio
+async def test_a_loader_that_blocks_for_good_in_commit_tears_the_weights_in_time(monkeypatch):
+    import threading
+
+    from aiosync import worker_cycle
+    from aiosync.defaults import Defaults
+    from transports.loopback import LoopbackLink
+
+    stuck = threading.Event()
+
+    class Model:
+        def load_weights(self, pairs):
+            for _ in pairs:
+                stuck.wait(20)
+
+    monkeypatch.setattr(worker_cycle, "DEFAULTS", Defaults(commit_s=0.3, cleanup_s=0.2))
+    engine = aiosync.WeightTransferEngineFactory.create_engine(
+        aiosync.WeightTransferConfig("loopback"), model=Model()
+    )
+    with LoopbackLink() as link:
+        async with engine:
+            trainer = await aiosync.WeightTransferTrainerFactory.trainer_init(
+                aiosync.LoopbackTrainerInitInfo(rank=0, link=link),
+                client=DirectClient(engine),
+                source=torch.nn.Linear(3, 2),
+            )
+            async with trainer:
+                with pytest.raises(aiosync.PhaseTimeout, match="swap"):
+                    await trainer.send_weights(version=1)
+                assert engine.weights == "torn"
+                assert engine.state == "failed"
+            stuck.set()

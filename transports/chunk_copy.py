@@ -73,6 +73,10 @@ class PieceViews:
             self.home = None if segment is None else (segment, base + self.offset)
             self.view = self.raw = self.dtype = self.shape = None
 
+    def note(self, tensor: torch.Tensor) -> None:
+        """Remember what a tensor that readers find in place looks like: it needs no view here."""
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+
     def view_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view that `tensor`'s bytes, or this part of them, are copied with; kept."""
         if self.view is None or self.dtype is not tensor.dtype or self.shape != tensor.shape:
@@ -99,11 +103,19 @@ class PieceViews:
 
 @final
 class Run:
-    """A chunk of whole, copied tensors whose views are all there: lists instead of a loop."""
+    """A chunk of whole tensors, all known from the last round: lists instead of a loop.
 
-    __slots__ = ("average", "dtypes", "indices", "nbytes", "shapes", "views")
+    Attributes:
+        views: Of shared memory, for copies; none where readers find all of it in place and this
+            is the side that does not copy.
+        addresses: Where resident tensors lie in this process; empty for copied ones.
+    """
+
+    __slots__ = ("addresses", "average", "dtypes", "indices", "nbytes", "shapes", "views")
 
     def __init__(self, pieces: list[PieceViews]) -> None:
+        homes = [piece.home for piece in pieces if piece.resident and piece.home is not None]
+        self.addresses = [segment.address_range[0] + offset for segment, offset in homes]
         self.indices = [piece.tensor for piece in pieces]
         self.views = [piece.view for piece in pieces if piece.view is not None]
         self.dtypes = [piece.dtype for piece in pieces]
@@ -154,8 +166,10 @@ class ChunkViews:
 
     def learn(self) -> None:
         """Remember what the pieces looked like this time."""
-        plain = all(p.whole and p.view is not None and not p.resident for p in self.pieces)
-        self.run = Run(self.pieces) if plain and self.pieces else None
+        pieces = self.pieces
+        copied = all(p.whole and p.view is not None and not p.resident for p in pieces)
+        in_place = all(p.whole and p.nbytes and p.dtype and p.resident for p in pieces)
+        self.run = Run(pieces) if pieces and (copied or in_place) else None
 
 
 def chunk_views(plan: Plan, resident: Mapping[int, tuple[Segment, int]]) -> list[ChunkViews]:

@@ -105,10 +105,18 @@ class ChunkWriter:
         if [index for index, _ in part] != run.indices[at:end] or not run.fits(at, tensors):
             chunk.run = None
             return 0
+        if run.addresses and not _are_at(tensors, run.addresses[at:end]):
+            chunk.run = None  # the closer look says which one was moved
+            return 0
         raws: list[Hashable] = []
         if queue.digest is not None:
             raws = [piece.shared_bytes(queue.digest) for piece in chunk.pieces[at:end]]
-        queue.add_run(run, at, run.views[at:end], tensors, raws)
+        if not run.addresses:
+            queue.add_run(run, at, run.views[at:end], tensors, raws)
+            return len(tensors)
+        for raw in raws:
+            queue.add_bytes(raw)
+        self.in_place += sum(run.nbytes[at:end])
         return len(tensors)
 
     def _part(self, piece: PieceViews, tensor: torch.Tensor) -> torch.Tensor:
@@ -129,6 +137,7 @@ class ChunkWriter:
                 tensor=str(piece.tensor),
             )
         self.in_place += piece.nbytes
+        piece.note(tensor)
 
     def _end_chunk(self, chunk: ChunkViews) -> None:
         value = self._queue.end_chunk()
@@ -140,6 +149,13 @@ class ChunkWriter:
         )
         self.chunk += 1
         self._piece = 0
+
+
+def _are_at(tensors: list[torch.Tensor], addresses: list[int]) -> bool:
+    """Whether contiguous CPU tensors lie at these addresses; their sizes are known to fit."""
+    return [t.data_ptr() for t in tensors] == addresses and all(
+        t.is_cpu and t.is_contiguous() for t in tensors
+    )
 
 
 def _unplanned(piece: PieceViews, index: int, tensor: torch.Tensor) -> Validation:

@@ -40,7 +40,8 @@ _SLICE = 0.1  # seconds between two looks at the peers' connections
 _SLACK = 0.1
 _LATER = 1.0  # gloo's own limit of an operation comes after ours
 # All ranks are there when gloo connects them. It tries five times, with this limit each.
-_CONNECT_SECONDS = 5.0
+_CONNECT_SECONDS = (0.5, 5.0)
+_ATTEMPTS = 5
 
 
 @final
@@ -208,7 +209,8 @@ class GlooGroup:
         # torch's own name for it, unknown to its stubs
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # noqa: SLF001
         options._devices = [device]  # noqa: SLF001
-        limit = max(0.001, min(_CONNECT_SECONDS, deadline - time.monotonic()))
+        least, most = _CONNECT_SECONDS
+        limit = max(least, min(most, (deadline - time.monotonic()) / _ATTEMPTS))
         options._timeout = timedelta(seconds=limit)  # noqa: SLF001
         return options
 

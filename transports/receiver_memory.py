@@ -79,7 +79,7 @@ class ReceiverMemory:
                 if index >= len(plan.sizes) or number >= len(self._order) or index in table:
                     raise Validation(f"handle of tensor {index} in segment {number} is impossible")
                 segment = self._order[number]
-                segment.view(offset, plan.sizes[index])
+                segment.check(offset, plan.sizes[index])
                 table[index] = (segment, offset)
             self._resident, self.resident_name = table, welcome.resident
         elif welcome.resident != self.resident_name:

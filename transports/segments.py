@@ -150,16 +150,24 @@ class Segment:
             raise Validation(f"segment {self.key} is closed")
         return self._tensor
 
+    def check(self, offset: int, nbytes: int) -> None:
+        """Refuse bytes that are not all in here, as `view` does, but make no view.
+
+        Raises:
+            Validation: Outside of the segment.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise Validation(
+                f"bytes {offset}..{offset + nbytes} lie outside of a segment of {self.nbytes}"
+            )
+
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """`nbytes` bytes from `offset`.
 
         Raises:
             Validation: Outside of the segment, or it is closed.
         """
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise Validation(
-                f"bytes {offset}..{offset + nbytes} lie outside of a segment of {self.nbytes}"
-            )
+        self.check(offset, nbytes)
         return self.tensor.narrow(0, offset, nbytes)
 
     def typed(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

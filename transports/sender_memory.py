@@ -40,11 +40,13 @@ class SenderMemory:
         self._resident_name = ""
         self._prepared = ("", "")
         self._bases: list[int] = []
+        self._homes: dict[str, Segment] = {}  # of the resident tensors
 
     def set_resident(self, mapping: Mapping[int, tuple[Segment, int]]) -> None:
         table = dict(mapping)
         if table != self.resident:
             self.resident = table
+            self._homes = {segment.key: segment for segment, _ in table.values()}
             self._resident_name = secrets.token_hex(8) if table else ""
 
     def prepare(self, plan: Plan, *, check: Callable[[], None]) -> None:
@@ -64,14 +66,16 @@ class SenderMemory:
             raise Validation(f"chunks of {plan.limit} bytes, buffers of {self._slot_nbytes}")
         if len(self._segments()) > FDS_LIMIT:
             raise Validation(f"{len(self._segments())} segments; the limit is {FDS_LIMIT}")
-        for index, (segment, offset) in self.resident.items():
-            if not 0 <= index < len(plan.sizes):
-                raise Validation(f"resident tensor {index} is not in the plan", tensor=str(index))
-            segment.view(offset, plan.sizes[index])
+        for segment in self._homes.values():
+            segment.view(0, 0)  # raises where it has been closed
         wanted = (plan.digest, self._resident_name)
         if self._prepared == wanted:
             return
         self._prepared = ("", "")
+        for index, (segment, offset) in self.resident.items():
+            if not 0 <= index < len(plan.sizes):
+                raise Validation(f"resident tensor {index} is not in the plan", tensor=str(index))
+            segment.check(offset, plan.sizes[index])
         self.chunks = chunk_views(plan, self.resident)
         self._reserve(self._lay_out(), check)
         for chunk, base in zip(self.chunks, self._bases, strict=True):
@@ -80,10 +84,11 @@ class SenderMemory:
 
     def _lay_out(self) -> int:
         if self.buffers is not None:
-            slots = range(len(self.chunks))
-            self._bases = [k % self.buffers * self._slot_nbytes for k in slots]
-            any_copied = any(chunk.copied for chunk in self.chunks)
-            return self._slot_nbytes * self.buffers if any_copied else 0
+            # No more than the plan needs: every page of it has to be made.
+            largest = max((chunk.nbytes for chunk in self.chunks if chunk.copied), default=0)
+            slot = min(-(-largest // ALIGNMENT) * ALIGNMENT, self._slot_nbytes)
+            self._bases = [k % self.buffers * slot for k in range(len(self.chunks))]
+            return slot * min(self.buffers, len(self.chunks))
         self._bases, total = [], 0
         for chunk in self.chunks:
             self._bases.append(total)
@@ -102,9 +107,8 @@ class SenderMemory:
             self.segment = Segment.create(nbytes, check=check)
 
     def _segments(self) -> list[Segment]:
-        homes = {} if self.segment is None else {self.segment.key: self.segment}
-        homes |= {segment.key: segment for segment, _ in self.resident.values()}
-        return list(homes.values())
+        own = {} if self.segment is None else {self.segment.key: self.segment}
+        return list((own | self._homes).values())
 
     def greet(self, link: Link, hello: wire.Hello, *, plan: Plan, digest: str | None) -> None:
         """Post the welcome, with the descriptors and handles that the reader lacks."""
@@ -134,5 +138,5 @@ class SenderMemory:
     def release(self) -> None:
         """Give all memory back; the resident tensors' is not ours."""
         self.chunks, self._prepared = [], ("", "")
-        self.resident = {}
+        self.resident, self._homes = {}, {}
         self._reserve(0)

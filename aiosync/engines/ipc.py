@@ -115,6 +115,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         for storage in self.shared:
             if not isinstance(storage, SharedStorage):
                 raise Validation(f"shared holds {storage!r}, which share_tensors did not return")
+        self._places: tuple[SourceFeed, list[int], dict[int, tuple[Any, int]]] | None = None
 
     @classmethod
     def from_init_info(
@@ -164,14 +165,22 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         if not self.shared or resident is None:
             return {}
         live: dict[str, torch.Tensor] = resident()
+        tensors = [live.get(meta.name) for meta in feed.metadata]
+        # Contiguous tensors of the announced sizes: they are told apart by their addresses.
+        addresses = [-1 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        addresses += [storage.segment.fileno() for storage in self.shared]  # -1 once closed
+        known = self._places
+        if known is not None and known[0] is feed and known[1] == addresses:
+            return known[2]
         found: dict[int, tuple[Any, int]] = {}
-        for index, meta in enumerate(feed.metadata):
-            if meta.name not in live:
+        for index, tensor in enumerate(tensors):
+            if tensor is None:
                 continue
             for storage in self.shared:
-                place = storage.locate(live[meta.name])
+                place = storage.locate(tensor)
                 if place is not None:
                     found[index] = place
+        self._places = (feed, addresses, found)
         return found
 
 

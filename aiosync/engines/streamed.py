@@ -8,6 +8,7 @@ the workers need to know to find each other.
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
@@ -108,7 +109,7 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         """What the workers' init info says about the sender."""
 
     def before_transmit(self, sender: Sender, feed: SourceFeed) -> None:
-        """Last preparation of a round."""
+        """Last preparation of a round; on the source lane, may block."""
 
     def check_peers(self) -> None:
         offered: set[str] = set(available_digests())
@@ -165,7 +166,6 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         sender = self.sender
         assert sender is not None  # made by init
         self._bytes_before = sender.progress.nbytes
-        self.before_transmit(sender, feed)
         summary = await stream_out(
             SourcePass(feed, self.ranks, sender),
             sender,
@@ -175,6 +175,7 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
             stall=round.budget.stall,
             grace=round.source_grace,
             lane=self.source_lane,
+            prepare=partial(self.before_transmit, sender, feed),
         )
         for link in round.links:
             self._announced[link.name] = feed.wire_digest
@@ -228,6 +229,8 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         assert receiver is not None  # the machine is initialised
         self._bytes_before = receiver.progress.nbytes
         metadata, plan = await self.lane.run(self._check_announced, update_info)
+        if isinstance(getattr(self.config, "sink", "staged"), str):
+            await self.lane.run(self.know_sink)  # not on the loop: it walks the whole model
         sink = self.sink
         aliases = update_info.aliases
         await stream_in(

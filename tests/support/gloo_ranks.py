@@ -161,7 +161,7 @@ class Rank:
                 return store(*args)
 
             gloo_group.PrefixStore = stop
-        limit = 1.5 if self.rank == 0 else 2.5  # as the engines do, so that the trainer knows
+        limit = 1.0 if self.rank == 0 else 2.0  # as the engines do, so that the trainer knows
         # gloo may try for long after the stop: what waits for it has to leave it behind.
         joining = threading.Thread(
             target=self.attempt, args=("join", lambda: group.join(timeout=limit)), daemon=True
@@ -199,7 +199,7 @@ def main() -> None:
         os._exit(code)
     if scene.startswith("stopped"):
         os.waitpid(pids[-1], os.WUNTRACED)
-        time.sleep(3.5)  # the others have given up by then
+        time.sleep(2.5)  # the others have given up by then
         os.kill(pids[-1], signal.SIGCONT)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     os.write(1, (json.dumps({"statuses": statuses}) + "\n").encode())
