@@ -8,7 +8,7 @@ import torch
 
 from aiosync.metadata import dtype_name
 from aiosync.module_layout import compact, is_dtensor
-from aiosync.module_walk import PLAIN_TYPES
+from aiosync.module_walk import DTYPE, SHAPE, are_strided, same
 from statemachines.errors import Validation
 
 if TYPE_CHECKING:
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
     from aiosync.feed import SourceFeed
     from aiosync.metadata import ParamMeta
+
+
+_CONTIGUOUS = torch.Tensor.is_contiguous
+_NEGATED, _CONJUGATED = torch.Tensor.is_neg, torch.Tensor.is_conj
 
 
 class Checker:
@@ -44,19 +48,19 @@ class Checker:
         metas = [self._metadata[index] for index in indices]
         names, tensors = map(list, zip(*pairs, strict=True))
         # Plain strings only: a subclass might compare as it likes.
-        if set(map(type, names)) != {str} or not PLAIN_TYPES.issuperset(map(type, tensors)):
+        if set(map(type, names)) != {str} or names != [meta.name for meta in metas]:
             return None
-        if names != [meta.name for meta in metas]:
+        dtypes, shapes = [meta.dtype for meta in metas], [meta.shape for meta in metas]
+        if not are_strided(tensors) or not same(dtypes, map(DTYPE, tensors)):
             return None
-        if [t.dtype for t in tensors] != [meta.dtype for meta in metas]:
+        if not same(shapes, map(SHAPE, tensors)) or not all(map(_CONTIGUOUS, tensors)):
             return None
-        shapes = [meta.shape for meta in metas]
-        if [t.shape for t in tensors] != shapes or not all(map(_is_ready, tensors)):
+        if any(map(_NEGATED, tensors)) or any(map(_CONJUGATED, tensors)):
             return None
         self._positions.update(zip(names, range(at, end), strict=True))
         self._next = end
         ready = [
-            (compact(t) if 1 in shape or 0 in shape else t).detach()
+            compact(t.detach()) if t.requires_grad or 1 in shape or 0 in shape else t
             for t, shape in zip(tensors, shapes, strict=True)
         ]
         return list(zip(indices, ready, strict=True))
@@ -100,17 +104,6 @@ class Checker:
             elif all(self._metadata[i].name != name for i in self._owned):
                 text += f", which rank {self._feed.rank} does not own"
         return Validation(text, tensor=name)
-
-
-def _is_ready(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor's memory is what is sent, as it lies there."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_meta
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-    )
 
 
 def _mismatch(meta: ParamMeta, tensor: Any) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from aiosync.client import HTTPVLLMWeightSyncClient
+from aiosync.client import HTTPVLLMWeightSyncClient, capabilities_of
 from aiosync.errors import Validation
 from aiosync.factory import WeightTransferTrainerFactory
 from aiosync.fleet import FleetClient, Member
@@ -38,7 +38,8 @@ async def connect(
     Args:
         model: A ``torch.nn.Module``, or a `WeightSource`.
         workers: URLs (``http://host:port``, ``unix:///path``), clients, or `Member` objects.
-        backend: ``"auto"`` chooses and says so in the log; or a backend's name.
+        backend: ``"auto"`` takes what the workers were started with and says so in the log; or
+            a backend's name.
         token, token_file: What the workers' servers ask for.
         hub: Watch through a hub of your own, the init included.
         options: Fields of the backend's trainer init info.
@@ -54,7 +55,7 @@ async def connect(
         raise Validation("connect needs at least one worker")
     members = [_member(worker, index, token, token_file) for index, worker in enumerate(urls)]
     engine = await WeightTransferTrainerFactory.trainer_init(
-        _init_info(_choose(backend), options),
+        _init_info(await _choose(backend, members), options),
         client=FleetClient(members),
         source=model,
         hub=hub,
@@ -74,12 +75,14 @@ def _member(worker: Any, index: int, token: str | None, token_file: str | None) 
     return Member(str(getattr(worker, "name", None) or f"worker-{index}"), worker)
 
 
-def _choose(backend: str) -> str:
+async def _choose(backend: str, members: Sequence[Member]) -> str:
+    """``"auto"`` is the backend that the first worker of ours was started with."""
     if backend != "auto":
         return backend
-    # CPU tensors on one host; collective backends join the choice with their engines.
-    logger.info("backend 'auto' chose ipc: shared memory between processes of this host")
-    return "ipc"
+    peer = (await capabilities_of(members[0].client)).peer
+    chosen = str((peer.detail.get("backend") if peer is not None else None) or "ipc")
+    logger.info("backend 'auto' chose %s: what %s was started with", chosen, members[0].name)
+    return chosen
 
 
 def _init_info(backend: str, options: dict[str, Any]) -> Any:

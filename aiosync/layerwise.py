@@ -13,6 +13,7 @@ from aiosync.errors import AiosyncError, Coverage, InvalidTransition, Validation
 from aiosync.metadata import ParamMeta, first_few, layer_runs
 from aiosync.module_layout import bit_equal
 from aiosync.overlaps import check_disjoint, span_of
+from aiosync.places import region_of
 from aiosync.sink_base import Sink, refuse_awaitable
 from aiosync.spare import needed_memory
 from aiosync.targets import (
@@ -21,7 +22,6 @@ from aiosync.targets import (
     check_coverage,
     check_tensor,
     model_tensors,
-    region_of,
     writable,
     write,
 )

@@ -37,7 +37,7 @@ class RoundHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         deadline_s: Seconds that are left for the round (clocks are not compared).
         version: What this round carries; sent with ``start``.
         base_version: What the sender believes the worker holds.
-        digest: Digest over the whole round, sent with prepare and finish.
+        digest: Of the chunk plan.
         metadata_digest: Digest over names, dtypes and shapes, instead of sending them again.
     """
 

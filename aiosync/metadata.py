@@ -128,10 +128,9 @@ def layerwise_groups(names: Iterable[str]) -> list[list[str]]:
     stacks: dict[str, dict[int, list[str]]] = {}
     for name in names:
         segments = name.split(".")
-        for at, part in enumerate(segments):
-            if part.isdigit() and part.isascii():
-                break
-        else:
+        digits = (i for i, part in enumerate(segments) if part.isdigit() and part.isascii())
+        at = next(digits, None)
+        if at is None:
             (after if stacks else before).append(name)
             continue
         stack = stacks.setdefault(".".join(segments[:at]), {})

@@ -159,10 +159,11 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
     the tensor as bytes.
     """
     tensor = tensor.contiguous()
-    if 1 not in tensor.shape and 0 not in tensor.shape:
+    shape = tensor.shape
+    if 1 not in shape and 0 not in shape:
         return tensor
     strides, step = [], 1
-    for size in reversed(tensor.shape):
+    for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
     plain = tuple(reversed(strides))
@@ -203,6 +204,8 @@ def placements_of(tensor: Any) -> tuple[Placement, ...] | None:
 
 def full_piece(tensor: Any, cast: torch.dtype | None) -> torch.Tensor | None:
     """The whole tensor (a collective for a DTensor); None where this rank is not in its mesh."""
+    if cast is None and type(tensor) in PLAIN_TYPES:
+        return tensor  # type: ignore[no-any-return] # just checked
     if not is_dtensor(tensor):
         return _cast(tensor, cast)
     if tensor.device_mesh.get_coordinate() is None:

@@ -7,16 +7,24 @@ with tens of thousands of tensors are walked here with one plain call per submod
 from __future__ import annotations
 
 import functools
+from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter})
 """Tensors of exactly these types are no DTensors, not lazy and no other subclass."""
+
+# Mapped over thousands of tensors without a step of Python for each.
+DTYPE: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
+SHAPE: Callable[[torch.Tensor], torch.Size] = attrgetter("shape")
+DEVICE: Callable[[torch.Tensor], torch.device] = attrgetter("device")
+LAYOUT: Callable[[torch.Tensor], torch.layout] = attrgetter("layout")
+IS_META: Callable[[torch.Tensor], bool] = attrgetter("is_meta")
 
 _Named = dict[str, torch.Tensor]
 _WALKED = ("named_parameters", "named_buffers", "named_modules", "_named_members")
@@ -27,8 +35,10 @@ def named_members(module: nn.Module) -> tuple[_Named, _Named]:
     parameters: _Named = {}
     buffers: _Named = {}
     own = module.__dict__.keys() & set(_WALKED)
-    if not own and _collect(module, "", parameters, buffers):
-        return parameters, buffers
+    if not own and _walks_plainly(type(module)):  # type: ignore[arg-type] # a class is hashable
+        _add(module, "", parameters, buffers)
+        if _collect(module, "", parameters, buffers):
+            return parameters, buffers
     # Some wrappers rename what they hold; only they know how.
     return (
         dict(module.named_parameters(remove_duplicate=False)),
@@ -37,28 +47,41 @@ def named_members(module: nn.Module) -> tuple[_Named, _Named]:
 
 
 def _collect(module: nn.Module, prefix: str, parameters: _Named, buffers: _Named) -> bool:
-    """False for a tree with a class that walks itself in its own way."""
-    if not _walks_plainly(type(module)):  # type: ignore[arg-type] # a class is hashable
-        return False
-    # torch has no quick public form of these three.
-    held, kept, below = module._parameters, module._buffers, module._modules  # noqa: SLF001
-    for name, parameter in held.items():
+    """Add what is below `module`; False for a tree with a class that walks in its own way."""
+    for name, child in module._modules.items():  # noqa: SLF001 -- torch has no quick public form
+        if child is None:
+            continue
+        if not _walks_plainly(type(child)):  # type: ignore[arg-type] # a class is hashable
+            return False
+        path = f"{prefix}{name}."
+        _add(child, path, parameters, buffers)
+        if child._modules and not _collect(child, path, parameters, buffers):  # noqa: SLF001
+            return False
+    return True
+
+
+def _add(module: nn.Module, prefix: str, parameters: _Named, buffers: _Named) -> None:
+    for name, parameter in module._parameters.items():  # noqa: SLF001
         if parameter is not None:
             parameters[prefix + name] = parameter
-    if kept:
-        for name, buffer in kept.items():
+    if module._buffers:  # noqa: SLF001
+        for name, buffer in module._buffers.items():  # noqa: SLF001
             if buffer is not None:
                 buffers[prefix + name] = buffer
-    if below:
-        for name, child in below.items():
-            if child is not None and not _collect(child, f"{prefix}{name}.", parameters, buffers):
-                return False
-    return True
 
 
 @functools.lru_cache(maxsize=1024)
 def _walks_plainly(cls: type) -> bool:
     return all(getattr(cls, name, None) is getattr(nn.Module, name) for name in _WALKED)
+
+
+def are_strided(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are of plain types and have memory with strides."""
+    return (
+        PLAIN_TYPES.issuperset(map(type, tensors))
+        and {torch.strided}.issuperset(map(LAYOUT, tensors))
+        and not any(map(IS_META, tensors))
+    )
 
 
 class Outline(NamedTuple):
@@ -71,7 +94,7 @@ class Outline(NamedTuple):
     firsts: list[str]
     """For each name the first one of the same tensor; empty where no tensor has two names."""
     dtypes: list[torch.dtype]
-    shapes: list[torch.Size]
+    shapes: list[tuple[int, ...]]
     devices: list[str]
 
     def entries(self) -> set[tuple[Any, ...]]:
@@ -79,21 +102,44 @@ class Outline(NamedTuple):
         firsts = self.firsts or self.names
         return set(zip(self.names, firsts, *self[2:], strict=True))
 
+    def holds(self, live: Mapping[str, torch.Tensor]) -> bool:
+        """Whether `live` looks like this; makes next to nothing for the garbage collector."""
+        tensors = list(live.values())
+        return (
+            self.names == list(live)
+            and self.firsts == _firsts(self.names, tensors)
+            and same(self.dtypes, map(DTYPE, tensors))
+            and same(self.shapes, map(SHAPE, tensors))
+            and self.devices == _device_types(tensors)
+        )
+
 
 def outline(live: Mapping[str, torch.Tensor]) -> Outline:
     """What tensors of these names look like."""
     names, tensors = list(live), list(live.values())
-    ids = list(map(id, tensors))
-    firsts: list[str] = []
-    if len(set(ids)) < len(ids):
-        by_id: dict[int, str] = {}
-        firsts = [by_id.setdefault(key, name) for key, name in zip(ids, names, strict=True)]
-    devices = [tensor.device for tensor in tensors]
-    types = {device: device.type for device in set(devices)}
     return Outline(
         names,
-        firsts,
-        [tensor.dtype for tensor in tensors],
-        [tensor.shape for tensor in tensors],
-        [types[device] for device in devices],
+        _firsts(names, tensors),
+        list(map(DTYPE, tensors)),
+        [tuple(tensor.shape) for tensor in tensors],
+        _device_types(tensors),
     )
+
+
+def same(known: Sequence[object], now: Iterable[object]) -> bool:
+    """Whether equal values come again, as far as both go; none of them is kept."""
+    return all(map(eq, known, now))
+
+
+def _firsts(names: list[str], tensors: list[torch.Tensor]) -> list[str]:
+    ids = list(map(id, tensors))
+    if len(set(ids)) == len(ids):
+        return []
+    by_id: dict[int, str] = {}
+    return [by_id.setdefault(key, name) for key, name in zip(ids, names, strict=True)]
+
+
+def _device_types(tensors: list[torch.Tensor]) -> list[str]:
+    devices = list(map(DEVICE, tensors))
+    types = {device: device.type for device in set(devices)}
+    return [types[device] for device in devices]

@@ -94,7 +94,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         head = (
             f"round {self.round} {label} {self.outcome}:"
             f" {self.nbytes} bytes over {self.backend or 'no backend'}"
-            f"{', ' + spent if spent else ''}, paused {self.pause_seconds:.3f}s,"
+            f"{', ' + spent if spent else ''},"
+            f"{f' paused {self.pause_seconds:.3f}s,' if self.pause_seconds else ''}"
             f" {'verified' if self.verified else 'not verified'}"
             f"{', after a recovery' if self.recovered else ''}"
         )

@@ -123,7 +123,8 @@ class InPlaceSink(Sink):
         return targets[0]
 
     def _take(self, indices: list[int]) -> None:
-        self._load(self._pairs(indices))
+        if self._loader is not None:
+            self._load(self._pairs(indices))
         copies = [
             (target, self._handed[index])
             for index in indices

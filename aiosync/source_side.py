@@ -35,7 +35,13 @@ class SourceSide:
 
     @property
     def lane(self) -> LaneLike:
-        """The source's thread; replaced once a call on it is stuck for good."""
+        """The source's thread; replaced once a call on it is stuck for good.
+
+        A source made with ``run_in=`` brings its own, shared with the caller's training step.
+        """
+        own: LaneLike | None = getattr(self.source, "run_in", None)
+        if own is not None:
+            return own
         if self._lane is not None and self._lane.poisoned:
             self._lane.close()
             self._lane = None
@@ -46,7 +52,8 @@ class SourceSide:
     @property
     def healthy(self) -> bool:
         """Whether no blocking call is stuck."""
-        return self._lane is None or not self._lane.poisoned
+        lane = getattr(self.source, "run_in", None) or self._lane
+        return lane is None or not lane.poisoned
 
     async def open_feed(self, *, grace: float) -> SourceFeed:
         """Read the metadata (perhaps a collective) and check it, unless it is the same as before.

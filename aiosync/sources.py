@@ -177,7 +177,7 @@ class ModuleSource(WeightSource):
         known = self.__dict__.get("_layout")
         if known is None or self.session is not None:
             return
-        if outline(live_tensors(self.module)) != known.outline:
+        if not known.outline.holds(live_tensors(self.module)):
             self._forget()
 
     def iter_full(self) -> Pairs:
@@ -251,7 +251,7 @@ class ModuleSource(WeightSource):
         self, layout: Layout, fetch: _Fetch, groups: list[list[str]]
     ) -> Iterator[list[Pair]]:
         live = live_tensors(self.module)
-        if not self.is_async and outline(live) != layout.outline:
+        if not self.is_async and not layout.outline.holds(live):
             raise self._changed(live, layout)
         dtypes = {} if self.dtype is None else {meta.name: meta.dtype for meta in layout.metadata}
 

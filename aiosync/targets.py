@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,9 +14,10 @@ from aiosync.metadata import dtype_name, first_few
 from aiosync.module_layout import compact, is_dtensor
 from aiosync.module_walk import PLAIN_TYPES, named_members
 from aiosync.overlaps import check_disjoint, overlaps_itself, span_of
+from aiosync.places import Places, region_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from aiosync.metadata import ParamMeta
 
@@ -24,13 +25,37 @@ if TYPE_CHECKING:
 class Destinations(NamedTuple):
     """For each announced tensor, the model's tensors it is written to (none: it is skipped)."""
 
-    writes: list[list[torch.Tensor]]
+    writes: Sequence[Sequence[torch.Tensor]]
     ties: list[tuple[int, int]]
     """Announced tensors that end in one memory here: (first, later). They must agree."""
     left_out: list[str]
     """Names of the model that keep their values."""
     skipped: int
     """Announced tensors this model does not have."""
+
+
+class Writes(Sequence[Sequence[torch.Tensor]]):
+    """A list of tensors for each position, nearly all of length one, which are kept as they are.
+
+    A list object for each would be as much again for the garbage collector to walk.
+    """
+
+    __slots__ = ("_more", "_single")
+
+    def __init__(self, groups: Iterable[list[torch.Tensor]]) -> None:
+        self._single: list[torch.Tensor | None] = []
+        self._more: dict[int, list[torch.Tensor]] = {}
+        for index, group in enumerate(groups):
+            if len(group) != 1:
+                self._more[index] = group
+            self._single.append(group[0] if len(group) == 1 else None)
+
+    def __len__(self) -> int:
+        return len(self._single)
+
+    def __getitem__(self, index: Any) -> Any:
+        single = self._single[index]
+        return self._more[index] if single is None else (single,)
 
 
 class Model(NamedTuple):
@@ -74,10 +99,11 @@ class Matcher:
     It keeps names and addresses, never tensors: memory that the model gives up is free at once.
     """
 
-    __slots__ = ("_compact", "_key", "_match")
+    __slots__ = ("_compact", "_key", "_match", "_places")
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
+        self._places: Places | None = None
         self._compact: set[str] = set()  # names whose tensors `writable` takes as they are
         self._match = _Match([], [], [], 0)
 
@@ -99,42 +125,21 @@ class Matcher:
         """
         found = model_tensors(model)
         tensors = found.tensors
-        key = (metadata, dict(aliases), partial, found.required, places_of(tensors))
-        if key != self._key:
+        key = (metadata, dict(aliases), partial, found.required)
+        if key != self._key or self._places is None or not self._places.hold(tensors):
+            self._places = None
             regions = {name: region_of(tensor) for name, tensor in tensors.items()}
             self._match = _matched(found, regions, metadata, aliases, partial=partial)
-            self._key = key
+            self._key, self._places = key, Places(tensors)
             written = (name for group in self._match.names for name in group)
             self._compact = {name for name in written if _is_compact(tensors[name])}
         names, ties, left_out, skipped = self._match
         plain = self._compact
-        writes = [
+        writes = Writes(
             [tensors[n].detach() if n in plain else writable(tensors[n]) for n in group]
             for group in names
-        ]
+        )
         return Destinations(writes, ties, left_out, skipped)
-
-
-def places_of(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Equal only while every name is the same memory, seen the same way: see `region_of`.
-
-    Lists side by side: with as many names as this is made for, a tuple for each takes longer to
-    make and to compare, and the garbage collector walks all of them.
-    """
-    names, held = list(tensors), list(tensors.values())
-    if not PLAIN_TYPES.issuperset(map(type, held)) or any(
-        t.layout is not torch.strided or t.is_meta for t in held
-    ):
-        return names, [region_of(tensor) for tensor in held]
-    return (
-        names,
-        list(map(id, held)),
-        [t.data_ptr() for t in held],
-        [t.shape for t in held],
-        [t.stride() for t in held],
-        [t.dtype for t in held],
-        [t.device for t in held],
-    )
 
 
 def _is_compact(tensor: torch.Tensor) -> bool:
@@ -148,18 +153,6 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as `write` takes it."""
     tensor = tensor.detach()
     return compact(tensor) if tensor.is_contiguous() else tensor
-
-
-def region_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for names that are the very same memory, seen the same way."""
-    if is_lazy(tensor):
-        return (id(tensor),)
-    kind = (tensor.device, tensor.shape, tensor.dtype)
-    if tensor.device.type == "meta" or tensor.layout is not torch.strided or is_dtensor(tensor):
-        return (id(tensor), *kind)
-    if not tensor.numel():
-        return (id(tensor), *kind)
-    return (tensor.data_ptr(), tensor.stride(), *kind)
 
 
 def _matched(

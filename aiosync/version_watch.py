@@ -19,7 +19,7 @@ class VersionWatch:
     def __init__(self) -> None:
         self.version: Version | None = None
         self._is_closed = False
-        self._waiting: list[anyio.Event] = []
+        self._waiting: set[anyio.Event] = set()
 
     async def wait(self, order: int) -> Version:
         """Return once the version is of at least `order`.
@@ -34,8 +34,11 @@ class VersionWatch:
             if self._is_closed:
                 raise InvalidTransition("the engine is closed", phase="wait")
             event = anyio.Event()
-            self._waiting.append(event)
-            await event.wait()
+            self._waiting.add(event)
+            try:
+                await event.wait()
+            finally:
+                self._waiting.discard(event)
         return self.version
 
     def set(self, version: Version) -> None:
@@ -47,6 +50,5 @@ class VersionWatch:
         self._wake()
 
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for event in waiting:
+        for event in tuple(self._waiting):
             event.set()

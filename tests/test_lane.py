@@ -766,7 +766,7 @@ def run_program(*argv: str) -> str:
     done = subprocess.run(
         [sys.executable, *argv],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=20,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import anyio
 import models
 import pytest
 import torch
@@ -80,3 +81,24 @@ async def test_event_sequence_of_a_round_on_both_sides():
     path = ["initialize", "start", "update", "finalize", "complete"]
     assert seen == [*path, "close"]
     assert theirs[: len(path)] == path
+
+
+@pytest.mark.asyncio
+async def test_auto_takes_the_backend_the_worker_was_started_with():
+    model = models.make("small", seed=1)
+    async with replica(seed=2, backend="gloo", tcp=True) as worker:
+        async with aiosync.connect(model, workers=[worker.url]) as sync:
+            assert sync.backend_name == "gloo"
+            await sync.send_weights(version=1)
+        assert (await worker.facts())["prints"] == models.fingerprint(model)
+
+
+@pytest.mark.asyncio
+async def test_leaving_a_cancelled_scope_closes_everything(free_shm):
+    model = models.make("small", seed=1)
+    async with replica(seed=2) as worker:
+        with anyio.move_on_after(0.5):
+            async with aiosync.connect(model, workers=[worker.url]) as sync:
+                await anyio.sleep(30)
+        assert sync.state is State.CLOSED
+        await worker.wait_state("idle")

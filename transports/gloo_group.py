@@ -24,7 +24,8 @@ from torch.distributed import (  # type: ignore[attr-defined] # torch lists no n
 from statemachines.errors import AiosyncError, InvalidTransition
 from transports.addresses import numeric
 from transports.errors import PeerLost, PhaseTimeout, TransportAborted
-from transports.open_sockets import SETUP, backlog, connected, hung_up, listening, shut
+from transports.open_sockets import SETUP, connected, hung_up, listening, shut
+from transports.vital_signs import VitalSigns
 
 if TYPE_CHECKING:
     import socket
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _UNKNOWN = -1
 _SLICE = 0.1  # seconds between two looks at the peers' connections
 _SLACK = 0.1
+_TRAINER_FIRST, _LOOK_AGAIN = 0.5, 0.01
 _LATER = 1.0  # gloo's own limit of an operation comes after ours
 # All ranks are there when gloo connects them. It tries five times, with this limit each.
 _CONNECT_SECONDS = (0.5, 5.0)
@@ -65,6 +67,7 @@ class GlooGroup:
         self._ended = False
         self._closed = False
         self._swept = False
+        self._signs = VitalSigns(meeting)
 
     @property
     def alive(self) -> bool:
@@ -129,11 +132,13 @@ class GlooGroup:
                 raise self._failure(None)
             if left <= 0:
                 raise self._stalled(timeout)
+            self._signs.give_or_look()
 
-    def announce(self, stage: str, value: bytes) -> None:
+    def announce(self, stage: str, value: bytes, *, last: bool = False) -> None:
         """See `transports.groups.CollectiveGroup.announce`."""
         self._check()
         self._meeting.announce(stage, value)
+        self._signs.give(rests=last)
 
     def gather(self, stage: str, *, ranks: Sequence[int], timeout: float) -> list[bytes]:
         """See `transports.groups.CollectiveGroup.gather`; one rank of the group asks for a stage.
@@ -266,9 +271,14 @@ class GlooGroup:
 
     def _failure(self, error: RuntimeError | None) -> Exception:
         """What is to be raised; the group ends here."""
+        lost = self.lost()
+        if self.rank and 0 not in lost:
+            # The trainer is to see who left first; it ends the group for all.
+            deadline = time.monotonic() + _TRAINER_FIRST
+            while not self._aborted and 0 not in self.lost() and time.monotonic() < deadline:
+                time.sleep(_LOOK_AGAIN)
         if self._aborted:
             return TransportAborted("the group was aborted")
-        lost = self.lost()
         self._end()
         known = [self.names[rank] for rank in lost if rank != _UNKNOWN]
         names = ", ".join(known) or "a rank of the group"
@@ -280,15 +290,12 @@ class GlooGroup:
         )
 
     def _stalled(self, seconds: float) -> PhaseTimeout:
-        """Names those who take no bytes from here; the group ends."""
-        with self._lock:
-            stuck = sorted({rank for sock, rank in self._sockets.items() if backlog(sock)})
+        """Names those who give no sign; the group ends."""
+        stuck = [0] if self.rank else self._signs.silent()
         self._end()
-        if not stuck and self.size == 2:
-            stuck = [1 - self.rank]
-        names = ", ".join(self.names[rank] for rank in stuck if rank != _UNKNOWN)
+        names = ", ".join(self.names[rank] for rank in stuck) or "a rank of the group"
         return PhaseTimeout(
-            f"no byte moved for {seconds:g} s; waiting for {names or 'a rank of the group'}",
+            f"no byte moved for {seconds:g} s; waiting for {names}",
             replica=self.names[stuck[0]] if len(stuck) == 1 else None,
             rank=stuck[0] if len(stuck) == 1 else None,
         )

@@ -57,8 +57,8 @@ class CollectiveGroup(Protocol):
             TransportAborted: `abort` was called.
         """
 
-    def announce(self, stage: str, value: bytes) -> None:
-        """Leave a short word for the others."""
+    def announce(self, stage: str, value: bytes, *, last: bool = False) -> None:
+        """Leave a short word for the others; the `last` one of a round says this rank is done."""
 
     def gather(self, stage: str, *, ranks: Sequence[int], timeout: float) -> list[bytes]:
         """Wait for the word of each of these ranks; names those that are missing, or gone."""

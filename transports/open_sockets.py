@@ -8,13 +8,10 @@ whole process.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import socket
 import stat
-import sys
-import termios
 import threading
 from typing import TYPE_CHECKING
 
@@ -81,15 +78,6 @@ def hung_up(sockets: Iterable[socket.socket]) -> list[socket.socket]:
             poller.register(sock.fileno(), _GONE)
             by_fd[sock.fileno()] = sock
     return [by_fd[fd] for fd, _ in poller.poll(0)]
-
-
-def backlog(sock: socket.socket) -> int:
-    """Bytes that the peer has not taken yet; 0 where that cannot be told."""
-    try:
-        raw = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4)
-    except (OSError, ValueError):
-        return 0
-    return int.from_bytes(raw, sys.byteorder)
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:

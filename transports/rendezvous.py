@@ -125,7 +125,16 @@ class Meeting:
     def announce(self, stage: str, value: bytes) -> None:
         """Tell the others `value`; a stage is announced once by each rank."""
         with self.limited(f"announce {stage}", deadline=time.monotonic() + _ANNOUNCE_SECONDS):
-            self.store.set(self._key(stage, self.rank), value)  # type: ignore[arg-type] # bytes too
+            self.put(stage, value)
+
+    def put(self, stage: str, value: bytes) -> None:
+        """Like `announce`, any number of times and unguarded: torch's errors come as they are."""
+        self.store.set(self._key(stage, self.rank), value)  # type: ignore[arg-type] # bytes too
+
+    def peek(self, stage: str, rank: int) -> bytes | None:
+        """What a rank announced or put last, None if nothing; unguarded as `put`."""
+        key = self._key(stage, rank)
+        return bytes(self.store.get(key)) if self.store.check([key]) else None
 
     def gather(
         self,

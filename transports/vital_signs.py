@@ -1,0 +1,60 @@
+"""Which ranks still wait, when nothing moves: the one that gives no sign is the one at fault.
+
+In a tree of broadcasts a stopped rank holds up healthy ones, which then look stuck as well. So a
+rank that waits counts up in the store, now and then, and rank 0 reads along while it waits itself.
+Nothing of this happens while bytes move.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from transports.rendezvous import Meeting
+
+_STAGE = "alive"
+_RESTS = b"rests"
+_FRESH = 0.6  # seconds; a waiting rank gives several signs in it
+
+
+@final
+class VitalSigns:
+    """One rank's part."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._count = 0
+        self._seen: dict[int, tuple[bytes, float]] = {}
+
+    def give(self, *, rests: bool = False) -> None:
+        """Leave a sign; one that `rests` is not expected to leave another one."""
+        if self._meeting.rank:
+            self._count += 1
+            try:
+                self._meeting.put(_STAGE, _RESTS if rests else b"%d" % self._count)
+            except RuntimeError:
+                pass  # the store is gone, which the wait itself notices
+
+    def give_or_look(self) -> None:
+        """To be called again and again by a rank that waits; returns at once."""
+        self.give()
+        if self._meeting.rank:
+            return
+        try:
+            self._look()
+        except RuntimeError:
+            pass  # as in `give`
+
+    def silent(self) -> list[int]:
+        """At rank 0: the ranks that neither rest nor gave a sign lately."""
+        oldest = time.monotonic() - _FRESH
+        never = (b"", 0.0)
+        seen = {rank: self._seen.get(rank, never) for rank in range(1, self._meeting.size)}
+        return [rank for rank, (sign, at) in seen.items() if sign != _RESTS and at < oldest]
+
+    def _look(self) -> None:
+        for rank in range(1, self._meeting.size):
+            sign = self._meeting.peek(_STAGE, rank)
+            if sign is not None and self._seen.get(rank, (b"",))[0] != sign:
+                self._seen[rank] = (sign, time.monotonic())
