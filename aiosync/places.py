@@ -18,7 +18,8 @@ def region_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for names that are the very same memory, seen the same way."""
     if is_lazy(tensor):
         return (id(tensor),)
-    kind = (tensor.device, tensor.shape, tensor.dtype)
+    # A plain tuple: the garbage collector leaves those alone that hold numbers only.
+    kind = (tensor.device, tuple(tensor.shape), tensor.dtype)
     if tensor.device.type == "meta" or tensor.layout is not torch.strided or is_dtensor(tensor):
         return (id(tensor), *kind)
     if not tensor.numel():

@@ -1,0 +1,147 @@
+"""The quick ways for models with many tensors check what the slow ones check."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from aiosync.engines.streamed import plan_of
+from aiosync.errors import AiosyncError, Validation
+from aiosync.feed import SourceFeed
+from aiosync.metadata import Validated
+from aiosync.module_walk import named_members, outline
+from aiosync.sinks import make_sink
+from aiosync.sources import ModuleSource
+from transports.shared_memory import ShmReceiver, ShmSender
+from transports.sharing import share_tensors
+
+
+def model() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False))
+    whole = nn.ModuleDict({"layers": nn.ModuleList([inner, nn.Linear(4, 1)]), "again": inner})
+    whole["layers"][1].weight = inner[2].weight
+    return whole
+
+
+class Renaming(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._wrapped = inner
+
+    def named_parameters(self, *args, **kwargs):
+        for name, tensor in super().named_parameters(*args, **kwargs):
+            yield name.removeprefix("_wrapped."), tensor
+
+
+def test_the_walk_finds_what_torch_finds():
+    net = model()
+    parameters, buffers = named_members(net)
+    assert list(parameters) == [n for n, _ in net.named_parameters(remove_duplicate=False)]
+    assert list(buffers) == [n for n, _ in net.named_buffers(remove_duplicate=False)]
+    assert all(net.get_parameter(name) is tensor for name, tensor in parameters.items())
+
+
+def test_a_module_that_names_its_parameters_itself_is_asked():
+    assert set(named_members(Renaming(nn.Linear(2, 2)))[0]) == {"weight", "bias"}
+
+
+def change_shape(net: nn.Module) -> None:
+    net["layers"][0][0].bias.data = torch.zeros(5)
+
+
+def change_dtype(net: nn.Module) -> None:
+    net["layers"][0][0].bias.data = torch.zeros(4, dtype=torch.float64)
+
+
+def change_tie(net: nn.Module) -> None:
+    net["layers"][1].weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def change_names(net: nn.Module) -> None:
+    net["layers"].append(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("change", [change_shape, change_dtype, change_tie, change_names])
+def test_an_outline_notices(change):
+    net = model()
+    before = outline(named_members(net)[0])
+    assert before.holds(named_members(net)[0])
+    change(net)
+    assert not before.holds(named_members(net)[0])
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, dtype=torch.int8), "text"])
+def test_one_wrong_tensor_of_a_batch_is_named(wrong):
+    class Wrong(ModuleSource):
+        def iter_groups(self):
+            for batch in super().iter_groups():
+                yield [(name, wrong if name == "1.bias" else tensor) for name, tensor in batch]
+
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(Validation, match=r"^1\.bias "):
+        list(SourceFeed(Wrong(net)).iter_batches())
+
+
+def test_only_the_very_same_metadata_is_not_checked_again():
+    metadata = SourceFeed(ModuleSource(nn.Linear(2, 2))).metadata
+    check = Validated()
+    assert check(metadata) == check(metadata) == metadata
+    metadata.append(metadata[0])
+    with pytest.raises(Validation, match="repeats"):
+        check(metadata)
+
+
+def one_round(sender, receiver, plan, feed, sink, *, number):
+    errors = []
+
+    def receive():
+        try:
+            sink.begin(feed.metadata)
+            receiver.receive(plan, sink.destination, sink.landed, round=number, stall=20)
+            sink.commit()
+        except AiosyncError as error:
+            errors.append(error)
+            sink.abort()
+        finally:
+            receiver.close()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    try:
+        sender.open(plan, 1, round=number, stall=20)
+        for batch in feed.iter_batches():
+            sender.write(batch)
+        sender.finish()
+    finally:
+        sender.close()
+        thread.join(20)
+    assert not errors
+
+
+@pytest.mark.parametrize("digest", [None, "wsum64"])
+def test_a_resident_tensor_that_moved_is_noticed_when_all_were_known(digest):
+    net, copy = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))) for _ in range(2))
+    shared = share_tensors(net)
+    feed = SourceFeed(ModuleSource(net))
+    plan = plan_of(feed.metadata, 1 << 12)
+    sender = ShmSender(buffer_nbytes=1 << 12, digest=digest, shared=(shared,))
+    receiver = ShmReceiver(address=sender.address, token=sender.token, name="reader")
+    sink = make_sink(copy, "in_place")
+    try:
+        live = feed.source.resident()
+        sender.set_resident({i: sender.locate(live[m.name]) for i, m in enumerate(feed.metadata)})
+        for number in (1, 2, 3):
+            with torch.no_grad():
+                net[2].bias.fill_(number)
+            one_round(sender, receiver, plan, feed, sink, number=number)
+            assert torch.equal(copy[2].bias, net[2].bias)
+        assert sender.statistics()["bytes_copied"] == 0
+        net[2].bias.data = net[2].bias.data.clone()
+        with pytest.raises(Validation, match="moved or replaced"):
+            one_round(sender, receiver, plan, feed, sink, number=4)
+    finally:
+        sender.release()
+        receiver.release()
