@@ -40,6 +40,8 @@ from aiosync.errors import AiosyncError, PhaseTimeout, RoundCancelled
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from transports.deferred import Deferred
+
 
 @final
 class _Job:
@@ -73,10 +75,13 @@ class Session:
         on_end: Callable[[BaseException | None], None],
         progress: Callable[[], float] = lambda: -math.inf,
         leave: Callable[[BaseException], Awaitable[None]] | None = None,
+        deferred: Deferred[Any] | None = None,
     ) -> None:
         self.number = number
         self.lease = lease
         self.error: BaseException | None = None
+        self.deferred = deferred
+        """Work that was accepted and is done later; its first error ends the session."""
         self.holding = False
         """While true the lease does not run: the round is past its point of no return."""
         self._on_end = on_end
@@ -106,6 +111,8 @@ class Session:
             with self._scope:
                 async with anyio.create_task_group() as group:
                     group.start_soon(self._watch_lease)
+                    if self.deferred is not None:
+                        group.start_soon(self.deferred.run)
                     await self._serve()
                     group.cancel_scope.cancel()
             if self._scope.cancelled_caught or self._reason is not None:

@@ -8,25 +8,30 @@ lives in a session (`aiosync.session`).
 
 from __future__ import annotations
 
+import functools
 import secrets
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from aiosync.concurrency import to_its_end
+from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
 from aiosync.generation import GateState, GenerationGate
 from aiosync.infos import parse_info
 from aiosync.messages import PROTOCOL, PeerState
-from aiosync.overrides import wrap_steps
+from aiosync.overrides import call_step, wrap_steps
 from aiosync.sinks import build_sink, first_weights, sink_name
 from aiosync.watchable import Watchable
 from aiosync.worker_cycle import WorkerCycle
 from statemachines.machine import StateMachine
 from statemachines.tables import ENGINE, State, Weights
+from transports.deferred import Deferred
 from transports.digest import available as available_digests
 from transports.lane import Lane
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from aiosync.messages import RoundHeader
@@ -39,6 +44,7 @@ Init = TypeVar("Init")
 Update = TypeVar("Update")
 
 FEATURES = ("prepare", "abort", "status", "lease", "versions", "events")
+DEFERRED_DEPTH = 2
 _STEPS = {
     "init_transfer_engine": "init",
     "start_weight_update": "start",
@@ -150,11 +156,41 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         """Monotonic time of the last byte received, for the lease."""
         return float("-inf")
 
-    async def drain_pending(self) -> None:
-        """Wait until everything that was accepted has been applied; idempotent.
+    async def defer(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Queue ``fn(*args)`` behind what the open round deferred before; for `receive_weights`.
 
-        An engine with `defers_processing` overrides it; the first error is raised again.
+        A plain function runs on the lane, a coroutine function on the loop. Waits while
+        `DEFERRED_DEPTH` items are queued, so a fast sender is slowed down. The first error ends
+        the round, and is raised by later calls and by `drain_pending`.
+
+        Raises:
+            InvalidTransition: No round is open, or the class does not set `defers_processing`.
         """
+        session = self.cycle.session
+        if session is None or session.deferred is None:
+            raise self.wrong_order("defer")
+        await session.deferred.put(functools.partial(fn, *args))
+
+    async def drain_pending(self) -> None:
+        """Wait until everything that was deferred has been applied; idempotent.
+
+        Raises:
+            The first error of the deferred work.
+        """
+        session = self.cycle.session
+        if session is not None and session.deferred is not None:
+            await session.deferred.drain()
+
+    def new_queue(self) -> Deferred[Callable[[], Any]] | None:
+        """The queue of a round that begins, where the class defers its processing."""
+        if not self.defers_processing:
+            return None
+        return Deferred(self._process, depth=DEFERRED_DEPTH)
+
+    async def _process(self, work: Callable[[], Any]) -> None:
+        grace = DEFAULTS.cleanup_s / 2
+        lane = lambda: self.lane  # noqa: E731  made only where something blocks
+        await call_step(self, work, lane=lane, abort=self.abort_receive, grace=grace)
 
     async def leave_round(self, error: BaseException) -> None:
         """What giving a round up has to await before the weights are judged; time is limited."""

@@ -120,6 +120,7 @@ class WorkerCycle:
             on_end=self._over,
             progress=engine.progress_at,
             leave=self._leave,
+            deferred=engine.new_queue(),
         )
         self._supervisor.start(
             session.run(), name=f"{engine.name}-round-{number}", after=session.ensure_over
