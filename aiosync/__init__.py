@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from aiosync import errors as errors
 from aiosync.errors import (
     AiosyncError as AiosyncError,
 )
@@ -194,6 +195,7 @@ if TYPE_CHECKING:
     from aiosync.iterator_source import IteratorSource as IteratorSource
     from aiosync.layerwise import LayerwiseSink as LayerwiseSink
     from aiosync.legacy_source import LegacySource as LegacySource
+    from aiosync.memory_plan import PlanSummary as PlanSummary
     from aiosync.messages import (
         PeerState as PeerState,
     )
@@ -308,6 +310,7 @@ _LAZY = {
     "PeerState": "aiosync.messages",
     "PushSession": "aiosync.push",
     "Placement": "aiosync.metadata",
+    "PlanSummary": "aiosync.memory_plan",
     "Replicate": "aiosync.metadata",
     "Report": "aiosync.report",
     "RoundHeader": "aiosync.messages",
@@ -353,36 +356,7 @@ _LAZY = {
 }
 
 __version__ = "0.1.0"
-__all__ = sorted(
-    [
-        *_LAZY,
-        "AiosyncError",
-        "Busy",
-        "Coverage",
-        "DigestMismatch",
-        "Fenced",
-        "GateRejected",
-        "InvalidTransition",
-        "LanePoisoned",
-        "LocalError",
-        "OutOfSharedMemory",
-        "OutcomeUnknown",
-        "PeerLost",
-        "PhaseTimeout",
-        "ProtocolMismatch",
-        "ReentrantTransition",
-        "Refused",
-        "RemoteError",
-        "RoundCancelled",
-        "Torn",
-        "TransportAborted",
-        "Unauthorized",
-        "Validation",
-        "WrongLoop",
-        "WrongProcess",
-        "WrongThread",
-    ]
-)
+__all__ = sorted({*_LAZY, *errors.__all__} - {"KINDS"})
 
 
 def __getattr__(name: str) -> Any:

@@ -102,3 +102,21 @@ async def test_leaving_a_cancelled_scope_closes_everything(free_shm):
                 await anyio.sleep(30)
         assert sync.state is State.CLOSED
         await worker.wait_state("idle")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("packed", [True, False])
+async def test_plan_says_what_a_round_moves_and_holds(packed):
+    model = models.make("small", seed=1)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    async with replica(seed=2) as worker:
+        async with aiosync.connect(
+            model, workers=[worker.url], packed=packed, packed_buffer_size_bytes=4096
+        ) as sync:
+            plan = await sync.plan()
+            assert (plan.tensors, plan.nbytes) == (6, nbytes)
+            assert plan.worker_bytes == {worker.url: nbytes}
+            assert plan.trainer_bytes == nbytes if not packed else plan.trainer_bytes <= 2 * 4096
+            assert plan.chunks > 1
+            report = await sync.send_weights(version=1)
+            assert report.nbytes == plan.nbytes

@@ -105,6 +105,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
     ) -> None:
         super().__init__(client=client, source=source, is_sender=is_sender, **options)
         self.packed = packed
+        self.chunks_in_flight = packed_num_buffers if packed else None
         self.buffer_nbytes = packed_buffer_size_bytes
         self.packed_num_buffers = packed_num_buffers
         if not isinstance(shared, Iterable):

@@ -16,6 +16,7 @@ import msgspec
 from aiosync.config import WeightTransferUpdateInfo
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import ProtocolMismatch, Validation
+from aiosync.memory_plan import summarise
 from aiosync.metadata import from_wire, meta_nbytes, metadata_digest, to_wire
 from aiosync.source_pass import SourcePass
 from aiosync.streaming import stream_in, stream_out
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiosync.feed import SourceFeed
+    from aiosync.memory_plan import PlanSummary
     from aiosync.metadata import ParamMeta
     from aiosync.round import Round
     from transports.planning import Plan
@@ -83,6 +85,8 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
     reusable_after_abort = True
     buffer_nbytes: int = DEFAULTS.buffer_bytes
     """Size of one chunk at most; set by the backend's constructor."""
+    chunks_in_flight: int | None = DEFAULTS.buffers
+    """How many chunks are held at once; None: all of them."""
 
     def __init__(self, *, client: Any, source: Any, **options: Any) -> None:
         if source is None:
@@ -107,6 +111,19 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
     @abstractmethod
     def address_info(self, sender: Sender) -> dict[str, Any]:
         """What the workers' init info says about the sender."""
+
+    async def plan(self) -> PlanSummary:
+        """Bytes, chunks and memory of a round, without moving anything.
+
+        Raises:
+            Validation: The source's metadata cannot be right.
+            Refused: The trainer's side of the channel would not fit into memory.
+        """
+        grace = DEFAULTS.cleanup_s / 2
+        feed = await self.source_side.open_feed(grace=grace)
+        plan = await self.source_side.open_plan(feed, self.make_plan, grace=grace)
+        add_up = partial(summarise, plan, buffers=self.chunks_in_flight, links=self.links)
+        return await self.source_lane.run(add_up, grace=grace)
 
     def before_transmit(self, sender: Sender, feed: SourceFeed) -> None:
         """Last preparation of a round; on the source lane, may block."""

@@ -1,0 +1,68 @@
+"""What a round will move and hold, before it does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from aiosync.errors import Refused
+from transports.segments import available_memory
+
+if TYPE_CHECKING:
+    from aiosync.members import MemberLink
+    from transports.planning import Plan
+
+_SPARE = {"staged": 1.0, "in_place": 0.0}
+
+
+class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A round in numbers.
+
+    Attributes:
+        tensors: How many are announced.
+        nbytes: Payload bytes of a round, once per link.
+        chunks: Pieces the payload is cut into.
+        trainer_bytes: Memory the trainer's side of the channel holds.
+        worker_bytes: Spare memory by member; None where its sink does not say.
+    """
+
+    tensors: int
+    nbytes: int
+    chunks: int
+    trainer_bytes: int
+    worker_bytes: dict[str, int | None]
+
+
+def summarise(plan: Plan, *, buffers: int | None, links: list[MemberLink]) -> PlanSummary:
+    """Sum a plan up.
+
+    Args:
+        buffers: Chunks in flight; None: the whole payload is held at once.
+
+    Raises:
+        Refused: The trainer's side needs more memory than there is; names both.
+    """
+    largest = max((chunk.nbytes for chunk in plan.chunks), default=0)
+    need = plan.total_bytes if buffers is None else min(buffers, len(plan.chunks)) * largest
+    free = available_memory()
+    if free is not None and need > free:
+        raise Refused(
+            f"the channel needs {need} bytes of memory, {free} are free",
+            phase="admit",
+            next_step="use packed=True with smaller buffers",
+            detail={"need": need, "free": free},
+        )
+    return PlanSummary(
+        tensors=len(plan.sizes),
+        nbytes=plan.total_bytes,
+        chunks=len(plan.chunks),
+        trainer_bytes=need,
+        worker_bytes={link.name: _spare_of(link, plan.total_bytes) for link in links},
+    )
+
+
+def _spare_of(link: MemberLink, nbytes: int) -> int | None:
+    sink = link.peer.detail.get("sink") if link.peer is not None else None
+    share = _SPARE.get(str(sink))
+    return None if share is None else int(nbytes * share)
