@@ -115,9 +115,7 @@ async def _answer(gate: _Gate, context: GateContext, answer: Awaitable[Any]) -> 
         async with anyio.create_task_group() as group:
             group.start_soon(ask)
     except BaseExceptionGroup as error:
-        if len(error.exceptions) == 1:
-            raise error.exceptions[0] from None
-        raise
+        raise error.exceptions[0] from None  # one child, one error
     if not answers:  # a stray cancellation, of a future that the check awaited
         raise _rejection(gate, context, "was cancelled from elsewhere")
     return answers[0]

@@ -269,3 +269,20 @@ async def test_a_gate_that_is_removed_meanwhile_is_not_asked(machine):
     remove = machine.gate("start", asked.append)
     await machine.advance("start")
     assert asked == []
+
+
+@pytest.mark.asyncio
+async def test_an_async_check_that_awaits_something_cancelled_is_a_veto_not_a_cancellation():
+    import asyncio
+
+    machine = StateMachine(ENGINE, name="e", role="trainer")
+
+    async def check(_context):
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    machine.gate("initialize", check)
+    with pytest.raises(GateRejected, match="cancelled from elsewhere"):
+        await machine.advance("initialize")
+    assert machine.state == "idle"
