@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from aiosync.members import MemberLink
-    from statemachines.hub import TransitionHub
     from transports.lane import LaneFactory, LaneLike
     from transports.stream import Receiver, Sender
 
@@ -118,23 +117,6 @@ class GlooTrainerWeightTransferEngine(StreamedTrainerEngine[GlooTrainerInitInfo]
         self._prefix = ""
         self._join_s = DEFAULTS.admit_s
         self._lane_factory = lane_factory
-
-    @classmethod
-    def from_init_info(
-        cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any, hub: TransitionHub | None
-    ) -> Self:
-        return cls(
-            client=client,
-            source=source,
-            is_sender=init_info.is_sender,
-            rank=init_info.rank,
-            hub=hub,
-            master_address=init_info.master_address,
-            master_port=init_info.master_port,
-            buffer_size_bytes=init_info.buffer_size_bytes,
-            lease_s=init_info.lease_s,
-            lineage=init_info.lineage,
-        )
 
     async def host_rendezvous(self) -> None:
         if not self.is_sender:

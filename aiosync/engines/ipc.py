@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from aiosync.feed import SourceFeed
     from aiosync.members import MemberLink
-    from statemachines.hub import TransitionHub
     from transports.stream import Receiver, Sender
 
 __all__ = [
@@ -117,24 +116,6 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
             if not isinstance(storage, SharedStorage):
                 raise Validation(f"shared holds {storage!r}, which share_tensors did not return")
         self._places: tuple[SourceFeed, list[int], dict[int, tuple[Any, int]]] | None = None
-
-    @classmethod
-    def from_init_info(
-        cls, init_info: IPCTrainerInitInfo, *, client: Any, source: Any, hub: TransitionHub | None
-    ) -> Self:
-        return cls(
-            client=client,
-            source=source,
-            is_sender=init_info.is_sender,
-            rank=init_info.rank,
-            hub=hub,
-            packed=init_info.packed,
-            packed_buffer_size_bytes=init_info.packed_buffer_size_bytes,
-            packed_num_buffers=init_info.packed_num_buffers,
-            shared=init_info.shared,
-            lease_s=init_info.lease_s,
-            lineage=init_info.lineage,
-        )
 
     def open_sender(self) -> Sender:
         return ShmSender(

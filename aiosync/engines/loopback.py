@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -19,7 +19,6 @@ from transports.loopback import LoopbackLink
 
 if TYPE_CHECKING:
     from aiosync.members import MemberLink
-    from statemachines.hub import TransitionHub
     from transports.stream import Receiver, Sender
 
 _LINKS: weakref.WeakValueDictionary[str, LoopbackLink] = weakref.WeakValueDictionary()
@@ -72,27 +71,6 @@ class LoopbackTrainerWeightTransferEngine(StreamedTrainerEngine[LoopbackTrainerI
         super().__init__(client=client, source=source, **options)
         self.link = link
         self.buffer_nbytes = buffer_size_bytes
-
-    @classmethod
-    def from_init_info(
-        cls,
-        init_info: LoopbackTrainerInitInfo,
-        *,
-        client: Any,
-        source: Any,
-        hub: TransitionHub | None,
-    ) -> Self:
-        return cls(
-            client=client,
-            source=source,
-            link=init_info.link,
-            buffer_size_bytes=init_info.buffer_size_bytes,
-            is_sender=init_info.is_sender,
-            rank=init_info.rank,
-            hub=hub,
-            lease_s=init_info.lease_s,
-            lineage=init_info.lineage,
-        )
 
     def open_sender(self) -> Sender:
         needed = sum(link.world_size for link in self.links)

@@ -7,9 +7,10 @@ the workers need to know to find each other.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import msgspec
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from aiosync.memory_plan import PlanSummary
     from aiosync.metadata import ParamMeta
     from aiosync.round import Round
+    from statemachines.hub import TransitionHub
     from transports.planning import Plan
     from transports.stream import Receiver, Sender, StreamSummary
 
@@ -99,6 +101,15 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         self.sender: Sender | None = None
         self._announced: dict[str, str] = {}
         self._bytes_before = 0
+
+    @classmethod
+    def from_init_info(
+        cls, init_info: Init, *, client: Any, source: Any, hub: TransitionHub | None
+    ) -> Self:
+        """Every field of the init info is a keyword of the constructor."""
+        info: Any = init_info
+        fields = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
+        return cls(client=client, source=source, hub=hub, is_sender=info.is_sender, **fields)
 
     @abstractmethod
     def open_sender(self) -> Sender:
