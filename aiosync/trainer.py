@@ -7,10 +7,8 @@ rounds an engine owns no task, timer or lease: the next round may run under anot
 
 from __future__ import annotations
 
-import math
 import secrets
-from abc import ABC
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from aiosync.admission import NEXT, Admission
 from aiosync.budget import Budget, check_seconds
@@ -29,6 +27,7 @@ from aiosync.rendezvous import open_channel, owner_name, say_goodbye
 from aiosync.source_side import SourceSide
 from aiosync.sources import as_source
 from aiosync.trainer_cycle import TrainerCycle, watched_init
+from aiosync.trainer_hooks import TrainerHooks
 from aiosync.version_watch import VersionWatch
 from aiosync.watchable import BUSY, Watchable
 from statemachines.machine import StateMachine
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from aiosync.admission import Next
-    from aiosync.feed import SourceFeed
     from aiosync.handle import WeightUpdate
     from aiosync.members import MemberLink
     from aiosync.report import Report
@@ -47,13 +45,11 @@ if TYPE_CHECKING:
     from aiosync.version import Version
     from statemachines.hub import TransitionHub
     from transports.lane import LaneFactory, LaneLike
-    from transports.planning import Plan
-    from transports.stream import StreamSummary
 
 Init = TypeVar("Init")
 
 
-class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
+class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
     """Sends a source's weights to the workers behind `client`.
 
     Args:
@@ -73,11 +69,6 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         version: What every member confirmed last; None before the first round.
         last_report: Report of the last round, failed or not.
     """
-
-    init_info_cls: ClassVar[type]
-    reusable_after_abort: ClassVar[bool] = False
-    """Whether the channel can carry another round after one was given up."""
-    backend_name: str = "custom"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -111,7 +102,6 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         self.lease_s = DEFAULTS.lease_s if lease_s is None else check_seconds(lease_s, "lease_s")
         self.recovers = recover == "auto"
         self.last_report: Report | None = None
-        self.init_payload: dict[str, Any] | None = None
         self.machine = StateMachine(ENGINE, name=self.name, role="trainer", hub=hub)
         self.links: list[MemberLink] = links_of(client) if is_sender else []
         self._proxy = ClientProxy(self)
@@ -125,8 +115,6 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         self.is_opening = False
         self.ranks = TrainerRanks.alone()
         self._versions = VersionWatch()
-
-    # -- what a backend implements ---------------------------------------------------------------
 
     @classmethod
     async def trainer_init(
@@ -151,55 +139,6 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
             await run_to_end(engine.aclose, seconds=DEFAULTS.cleanup_s)
             raise
         return engine
-
-    @classmethod
-    def from_init_info(
-        cls, init_info: Init, *, client: Any, source: Any, hub: TransitionHub | None
-    ) -> Self:
-        """Construct from the typed init info, without touching a worker."""
-        raise NotImplementedError(f"{cls.__name__} must override trainer_init or from_init_info")
-
-    def get_worker_init_payload(self) -> dict[str, Any]:
-        """The init info that workers get; an overridden `trainer_init` is remembered."""
-        if self.init_payload is not None:
-            return self.init_payload
-        raise NotImplementedError(f"{type(self).__name__} must say what its workers need")
-
-    def member_payload(self, link: MemberLink) -> dict[str, Any]:
-        """What one member's init info has beyond the common part (a rank, a name)."""
-        return {}
-
-    def check_peers(self) -> None:
-        """Judge what the members answered to the probe, before init; raises to refuse."""
-
-    async def host_rendezvous(self) -> None:
-        """Open what the init payload tells the members of (a port); before every init."""
-
-    async def join(self) -> None:
-        """Meet the members, while they get their init infos; cancelled if one of them refuses."""
-
-    def make_plan(self, feed: SourceFeed) -> Plan:
-        """Cut the announced tensors into chunks; on the lane, kept until the metadata changes."""
-        raise NotImplementedError(f"{type(self).__name__} has no plan")
-
-    def update_payload(self, round: Round) -> dict[str, Any]:
-        """The update info of this round."""
-        raise NotImplementedError(f"{type(self).__name__} must override send_weights")
-
-    async def transmit(self, round: Round) -> StreamSummary:
-        """The data leg: move the round's bytes; cancellation must abort it."""
-        raise NotImplementedError(f"{type(self).__name__} must override send_weights")
-
-    def dispose(self) -> None:
-        """Free the channel; idempotent, must not block."""
-
-    def sent_bytes(self) -> int:
-        """Payload bytes of the current round that have been taken so far."""
-        return 0
-
-    def progress_at(self) -> float:
-        """Monotonic time of the data plane's last progress."""
-        return -math.inf
 
     # -- what callers use ------------------------------------------------------------------------
 

@@ -1,0 +1,81 @@
+"""What a backend of the trainer side implements, each hook with what it does by default."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+
+if TYPE_CHECKING:
+    from aiosync.feed import SourceFeed
+    from aiosync.members import MemberLink
+    from aiosync.round import Round
+    from statemachines.hub import TransitionHub
+    from transports.planning import Plan
+    from transports.stream import StreamSummary
+
+Init = TypeVar("Init")
+
+
+class TrainerHooks(ABC, Generic[Init]):
+    """Called by `aiosync.trainer`, `aiosync.rendezvous` and `aiosync.round`, never by users.
+
+    An engine that overrides `trainer_init` and `send_weights` whole needs none of them.
+    """
+
+    init_info_cls: ClassVar[type]
+    reusable_after_abort: ClassVar[bool] = False
+    """Whether the channel can carry another round after one was given up."""
+    backend_name: str = "custom"
+
+    init_payload: dict[str, Any] | None = None
+    """What an overridden `trainer_init` handed to the workers."""
+
+    @classmethod
+    def from_init_info(
+        cls, init_info: Init, *, client: Any, source: Any, hub: TransitionHub | None
+    ) -> Self:
+        """Construct from the typed init info, without touching a worker."""
+        raise NotImplementedError(f"{cls.__name__} must override trainer_init or from_init_info")
+
+    def get_worker_init_payload(self) -> dict[str, Any]:
+        """The init info that workers get; an overridden `trainer_init` is remembered."""
+        if self.init_payload is not None:
+            return self.init_payload
+        raise NotImplementedError(f"{type(self).__name__} must say what its workers need")
+
+    def member_payload(self, link: MemberLink) -> dict[str, Any]:
+        """What one member's init info has beyond the common part (a rank, a name)."""
+        return {}
+
+    def check_peers(self) -> None:
+        """Judge what the members answered to the probe, before init; raises to refuse."""
+
+    async def host_rendezvous(self) -> None:
+        """Open what the init payload tells the members of (a port); before every init."""
+
+    async def join(self) -> None:
+        """Meet the members, while they get their init infos; cancelled if one of them refuses."""
+
+    def make_plan(self, feed: SourceFeed) -> Plan:
+        """Cut the announced tensors into chunks; on the lane, kept until the metadata changes."""
+        raise NotImplementedError(f"{type(self).__name__} has no plan")
+
+    def update_payload(self, round: Round) -> dict[str, Any]:
+        """The update info of this round."""
+        raise NotImplementedError(f"{type(self).__name__} must override send_weights")
+
+    async def transmit(self, round: Round) -> StreamSummary:
+        """The data leg: move the round's bytes; cancellation must abort it."""
+        raise NotImplementedError(f"{type(self).__name__} must override send_weights")
+
+    def dispose(self) -> None:
+        """Free the channel; idempotent, must not block."""
+
+    def sent_bytes(self) -> int:
+        """Payload bytes of the current round that have been taken so far."""
+        return 0
+
+    def progress_at(self) -> float:
+        """Monotonic time of the data plane's last progress."""
+        return -math.inf
