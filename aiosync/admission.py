@@ -1,19 +1,22 @@
-"""Which round a trainer engine may run now: one at a time, under one loop, in one process."""
+"""Which round a trainer engine may run now: one at a time, under one loop, in one process.
+
+Rounds that may wait stand in a queue, in the order of the calls that began them. A round that is
+over hands the slot to the next one itself, so nobody slips in between.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, final
 
-import anyio
 import msgspec
 
-from aiosync.defaults import DEFAULTS
-from aiosync.errors import Busy, Validation, WrongLoop, WrongProcess
+from aiosync.errors import Busy, WrongLoop, WrongProcess
 from aiosync.round import Round
+from aiosync.round_options import NEXT
+from aiosync.ticket_desk import check_version
 from aiosync.version import Version, next_version
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger
@@ -21,29 +24,18 @@ from statemachines.tables import State, Trigger
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiosync.budget import Budget
+    from aiosync.round_options import RoundSettings
     from aiosync.source_side import SourceSide
     from aiosync.trainer import TrainerWeightTransferEngine
 
 
 @final
-class Next:
-    """Type of `NEXT`: distinct, so that passing None is a type error."""
-
-    def __repr__(self) -> str:
-        return "NEXT"
-
-
-NEXT: Final = Next()
-"""Default of ``version=``: the order after the last one."""
-
-
-@final
 class Admission:
-    """The slot for the one round an engine may have."""
+    """The slot for the one round an engine may have, and who waits for it."""
 
     def __init__(self, engine: TrainerWeightTransferEngine[Any]) -> None:
         self.current: Round | None = None
+        self._queue: list[Round] = []
         self._engine = engine
         self.leaving: str | None = None
         """What frees the channel right now: no round may begin beside it."""
@@ -59,6 +51,11 @@ class Admission:
             Busy: A round is under way.
             InvalidTransition: The engine is closed.
         """
+        self._check_open()
+        if self.current is not None:
+            raise Busy(self.current.describe(), phase="admit")
+
+    def _check_open(self) -> None:
         self.check_process()
         self.reap()
         if self._engine.state is State.CLOSED:
@@ -66,13 +63,8 @@ class Admission:
         if self.leaving is not None:
             text = f"{self.leaving} of this engine is under way"
             raise Busy(text, phase="admit", detail=self._engine.standing())
-        if self.current is not None:
-            self._check_loop()
-            raise Busy(
-                f"round {self.current.number} (version {self.current.version.label}) is under way"
-                f" in phase {self.current.phase}",
-                phase="admit",
-            )
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            raise WrongLoop(f"{self._engine.name} is in a round under another event loop")
 
     def check_free(self) -> None:
         """Raise what `check` raises, and `Busy` while an ``initialize`` is under way."""
@@ -95,16 +87,17 @@ class Admission:
         if self.current is None or self._loop is None or not self._loop.is_closed():
             return
         self.current = self._loop = None
+        self._queue.clear()
         self._engine.is_opening = False
         if self._engine.state in BUSY:
             error = "its event loop was closed during the round"
             self._engine.machine.fire(Trigger.FAIL, error=error)
 
-    def end(self) -> Round | None:
-        """Let nothing begin from here on; the round that is still to be ended."""
+    def end(self) -> list[Round]:
+        """Let nothing begin from here on; the rounds that are still to be ended."""
         self.reap()
         self.leaving = "the end"
-        return self.current
+        return self._ahead()
 
     def check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -112,69 +105,87 @@ class Admission:
                 f"{self._engine.name} belongs to process {self._pid}; make a new engine in this one"
             )
 
-    async def wait_turn(self, on_busy: str, budget: Budget) -> Budget:
-        """Apply ``on_busy`` until the slot is free, or raise `Busy`.
-
-        Returns:
-            `budget`, with the time that was waited taken off its total.
-        """
-        if on_busy not in ("raise", "wait", "supersede"):
-            raise Validation(f"on_busy must be raise, wait or supersede, not {on_busy!r}")
-        self.reap()
-        began = time.monotonic()
-        total = DEFAULTS.total_s if budget.total is None else budget.total
-        with anyio.move_on_after(total):
-            while on_busy != "raise" and self.current is not None:
-                self._check_loop()
-                if on_busy == "supersede":
-                    self.current.cancel()
-                await self.current.over.wait()
-        self.check()
-        if budget.total is None:
-            return budget
-        left = max(total - (time.monotonic() - began), 0.001)
-        return msgspec.structs.replace(budget, total=left)
-
-    def take(
-        self,
-        version: Any,
-        budget: Budget,
-        *,
-        rollback: bool,
-        source_side: SourceSide | None = None,
-    ) -> Round:
-        """Make the round and occupy the slot. Call `check` before, with no await in between.
+    def make(self, settings: RoundSettings, source_side: SourceSide | None = None) -> Round:
+        """The round, which has no turn yet; its version is the one it would have now.
 
         Args:
             source_side: Where the tensors come from, if not from the engine's own source.
         """
+        return Round(self._engine, self._resolve(settings), settings, source_side=source_side)
+
+    def join(self, round: Round) -> None:
+        """Give `round` the slot, or a place in the queue if it may wait for its turn.
+
+        Raises:
+            Busy, WrongLoop, WrongProcess, InvalidTransition: As `check`.
+        """
+        on_busy = round.settings.on_busy
+        if on_busy == "raise":
+            self.check()
+        else:
+            self._check_open()
         self._loop = asyncio.get_running_loop()
-        target = self._resolve(version)
-        self.current = Round(
-            self._engine, target, budget, rollback=rollback, source_side=source_side
-        )
-        return self.current
+        if on_busy == "supersede":
+            for other in self._ahead():
+                if not other.is_same(round):  # a call repeated with its ticket waits for itself
+                    other.cancel()
+        if self.current is None:
+            self._admit(round)
+        else:
+            self._queue.append(round)
+
+    def make_inner(self, settings: RoundSettings) -> Round:
+        """A round inside the one that has the slot, of which it takes the ticket."""
+        outer = self.current
+        if outer is not None and settings.ticket is None:
+            settings = msgspec.structs.replace(settings, ticket=outer.settings.ticket)
+        round = self.make(settings)
+        round.outer = outer
+        self._loop = asyncio.get_running_loop()
+        self._admit(round)
+        return round
 
     def free(self, round: Round) -> bool:
-        """The round is over: give its slot back; False if it was somebody else's by now."""
+        """The round is over: its slot goes to the next one; False if it had none (any more)."""
         round.released.set()
         round.over.set()
+        if round in self._queue:
+            self._queue.remove(round)
         if self.current is not round:
             return False
-        self.current = self._loop = None
+        self.current = None
+        if round.outer is not None and not round.outer.over.is_set():
+            self.current = round.outer
+        elif self._queue:
+            self._admit(self._queue.pop(0))
+        else:
+            self._loop = None
         return True
 
-    def _resolve(self, version: Any) -> Version:
+    def _admit(self, round: Round) -> None:
+        self.current = round
+        round.turn.set()
+
+    def _ahead(self) -> list[Round]:
+        return ([] if self.current is None else [self.current]) + self._queue
+
+    def resolve(self, round: Round) -> None:
+        """Settle the version at the round's turn: by now the last one is known."""
+        round.version = self._resolve(round.settings)
+
+    def next_after(self, version: Any, *others: Version | None) -> Version:
+        """The version meant by `version` after all that this trainer sent, and `others`."""
         if isinstance(version, Version):
             return version
         engine = self._engine
-        known = [engine.version, *(link.version for link in engine.links)]
+        known = [engine.version, *(link.version for link in engine.links), *others]
         mine = [v for v in known if v is not None and v.lineage == engine.lineage]
         current = max(mine, key=lambda v: v.order, default=None)
-        if isinstance(version, Next):
+        if version is NEXT:
             version = 1 if current is None else current.order + 1
         return next_version(current, version, lineage=engine.lineage)
 
-    def _check_loop(self) -> None:
-        if self._loop is not None and self._loop is not asyncio.get_running_loop():
-            raise WrongLoop(f"{self._engine.name} is in a round under another event loop")
+    def _resolve(self, settings: RoundSettings) -> Version:
+        if settings.ticket is not None:
+            return check_version(settings.version, settings.ticket)
+        return self.next_after(settings.version)

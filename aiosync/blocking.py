@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 import anyio
 from anyio.from_thread import start_blocking_portal
 
-from aiosync.admission import NEXT
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import WrongLoop
 from aiosync.front_door import connect as connect_async
+from aiosync.round_options import NEXT
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence

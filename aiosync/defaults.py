@@ -24,6 +24,8 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
     legacy_lease_s: float = 300.0  # the same for clients that know nothing of leases
     heartbeat_s: float = 10.0  # a third of the lease: one lost beat is no death
 
+    clock_allowance_s: float = 1.0  # by how much the clocks of two hosts may disagree
+
     connect_s: float = 5.0  # TCP or Unix connect of one control call
     rpc_s: float = 300.0  # one control call of a phase (vLLM's own default)
     probe_s: float = 10.0  # one call that only asks: status, health, ready, world size

@@ -6,25 +6,24 @@ the next tensor once the last one has been copied out; that is when `PushSession
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, final
 
 import anyio
 
-from aiosync.admission import NEXT
-from aiosync.budget import Budget
 from aiosync.concurrency import run_to_end
 from aiosync.errors import Busy, Validation
+from aiosync.round_options import NEXT, RoundSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     import torch
 
-    from aiosync.admission import Next
     from aiosync.handle import WeightUpdate
     from aiosync.metadata import ParamMeta
     from aiosync.passes import Pair
     from aiosync.report import Report
+    from aiosync.round_options import Next, RoundOptions
     from aiosync.trainer import TrainerWeightTransferEngine
     from aiosync.version import Version
 
@@ -65,10 +64,13 @@ class PushSource:
     def left_out(self) -> list[str]:
         return [] if self._given is not None else list(getattr(self._like, "left_out", None) or ())
 
-    def begin(self, metadata: Sequence[ParamMeta] | None) -> None:
-        """A new round: nothing has been offered yet."""
+    def check(self, metadata: Sequence[ParamMeta] | None) -> None:
+        """Refuse a round of which nobody says what comes."""
         if metadata is None and self._like is None:
             raise Validation("the engine has no source: say what comes, session(metadata=[...])")
+
+    def begin(self, metadata: Sequence[ParamMeta] | None) -> None:
+        """A new round: nothing has been offered yet."""
         self._given = metadata
         self._is_complete = self._is_over = self._is_asking = False
         self._offer = None
@@ -134,17 +136,13 @@ class PushSession:
     def __init__(
         self,
         engine: TrainerWeightTransferEngine[Any],
-        version: Any,
-        budget: Budget,
+        settings: RoundSettings,
         *,
         metadata: Sequence[ParamMeta] | None,
-        rollback: bool,
     ) -> None:
         self._engine = engine
-        self._version = version
-        self._budget = budget
+        self._settings = settings
         self._metadata = None if metadata is None else list(metadata)
-        self._rollback = rollback
         self._update: WeightUpdate | None = None
         self._is_open = False
 
@@ -184,15 +182,25 @@ class PushSession:
         if self._update is not None:
             raise Validation("a session can be entered once")
         engine = self._engine
-        engine.admission.check()
         side = engine.source_side.pushed
-        self._source: PushSource = side.source
-        self._source.begin(self._metadata)
-        this = engine.admission.take(
-            self._version, self._budget, rollback=self._rollback, source_side=side
-        )
-        this.over.then(self._source.end)
+        source: PushSource = side.source
+        source.check(self._metadata)
+        this = engine.admission.make(self._settings, side)
+        stirred = anyio.Event()
+
+        def begin() -> None:  # not before its turn: the source may be another session's until then
+            source.begin(self._metadata)
+            this.over.then(source.end)
+
+        this.turn.then(begin)
+        for milestone in (this.turn, this.over):
+            milestone.then(stirred.set)
+        engine.admission.join(this)
+        self._source = source
         self._update = engine.start_round(this)
+        await self._guarded(stirred.wait)
+        if not this.turn.is_set():
+            await self._update.wait()
         # Not before: until the ranks have met the source lane is theirs, and a gather that the
         # caller puts there would wait for ranks that wait for this one.
         if not await self._guarded(self._source.asks):
@@ -220,7 +228,7 @@ class PushSession:
     async def _give_up(self) -> None:
         update = self.update
         update.cancel()
-        await run_to_end(update.wait, seconds=2 * self._budget.cleanup)
+        await run_to_end(update.wait, seconds=2 * self._settings.budget.cleanup)
 
     def __repr__(self) -> str:
         return f"<PushSession of {self._update!r}>"
@@ -231,9 +239,7 @@ def open_session(
     version: int | str | Version | Next = NEXT,
     *,
     metadata: Sequence[ParamMeta] | None = None,
-    timeout: float | None = None,
-    budget: Budget | None = None,
-    rollback: bool = False,
+    **options: Unpack[RoundOptions],
 ) -> PushSession:
     """A round for callers that hold the loop over the tensors themselves.
 
@@ -248,7 +254,7 @@ def open_session(
     not a gather that its peers have entered by themselves.
 
     Args:
-        version, timeout, budget, rollback: As for `send_weights`.
+        version, options: As for `send_weights`; entering the block waits for the round's turn.
         metadata: What will be sent, in order; None: what the engine's source announces.
 
     Raises:
@@ -258,5 +264,4 @@ def open_session(
         raise Validation(
             f"{type(engine).__name__} overrides send_weights: it takes its tensors from its source"
         )
-    limits = Budget.of(budget, timeout)
-    return PushSession(engine, version, limits, metadata=metadata, rollback=rollback)
+    return PushSession(engine, RoundSettings.of("session", version, options), metadata=metadata)

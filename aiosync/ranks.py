@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _ADDRESS_BYTES = 256
 
 
-class _Word(msgspec.Struct, frozen=True, kw_only=True):
+class Word(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank says at a meeting."""
 
     at: str
@@ -50,7 +50,7 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True):
     report: Report | None = None
 
 
-_WORD = msgspec.json.Decoder(_Word)
+_WORD = msgspec.json.Decoder(Word)
 
 
 @final
@@ -108,17 +108,23 @@ class TrainerRanks:
                 self._reason = reason or RoundCancelled(f"rank {self.rank} was cancelled")
 
     def meet(
-        self, at: str, facts: dict[str, str] | None = None, holding: Holding | None = None
-    ) -> list[Holding]:
+        self,
+        at: str,
+        facts: dict[str, str] | None = None,
+        holding: Holding | None = None,
+        *,
+        report: Report | None = None,
+    ) -> list[Word]:
         """Agree to go on.
 
         Args:
             at: Where this rank is; all must be at the same place.
             facts: Things that must be equal on all ranks, by name.
             holding: What this rank contributes.
+            report: What became of this very round, where this rank remembers it.
 
         Returns:
-            What each rank contributes, by rank, where they said it.
+            What each rank said, by rank.
 
         Raises:
             The reason of the lowest rank that wants to stop; on that rank, the reason itself.
@@ -130,10 +136,10 @@ class TrainerRanks:
         if self.size == 1:
             if reason is not None:
                 raise reason
-            return [] if holding is None else [holding]
-        words = self._exchange(at, reason, facts or {}, holding=holding)
+            return [Word(at=at, holding=holding, report=report)]
+        words = self._exchange(at, reason, facts or {}, holding=holding, report=report)
         self._settle(words, reason)
-        return [word.holding for word in words if word.holding is not None]
+        return words
 
     def say_stop(self, at: str, reason: BaseException) -> None:
         """Tell the others why this rank leaves; they learn it at the meeting they are in.
@@ -162,9 +168,9 @@ class TrainerRanks:
         *,
         holding: Holding | None = None,
         report: Report | None = None,
-    ) -> list[_Word]:
+    ) -> list[Word]:
         info = None if reason is None else _info(reason)
-        word = _Word(at=at, stop=info, facts=facts, holding=holding, report=report)
+        word = Word(at=at, stop=info, facts=facts, holding=holding, report=report)
         try:
             parts = self._star.exchange(msgspec.json.encode(word), deadline=self.deadline)
             words = [_WORD.decode(part) for part in parts]
@@ -175,7 +181,7 @@ class TrainerRanks:
             self.parted = True
         return words
 
-    def _settle(self, words: list[_Word], reason: BaseException | None) -> None:
+    def _settle(self, words: list[Word], reason: BaseException | None) -> None:
         for rank, word in enumerate(words):
             if word.stop is None:
                 continue

@@ -34,9 +34,9 @@ from statemachines.tables import State, Trigger, Weights
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from aiosync.budget import Budget
     from aiosync.feed import SourceFeed
     from aiosync.report import Report
+    from aiosync.round_options import RoundSettings
     from aiosync.source_side import SourceSide
     from aiosync.trainer import TrainerWeightTransferEngine
     from aiosync.version import Version
@@ -52,23 +52,26 @@ class Round:
         self,
         engine: TrainerWeightTransferEngine[Any],
         version: Version,
-        budget: Budget,
+        settings: RoundSettings,
         *,
-        rollback: bool,
         source_side: SourceSide | None = None,
     ) -> None:
         self.engine = engine
         self.source_side = source_side or engine.source_side
         self.version = version
-        self.budget = budget
-        self.rollback = rollback
+        self.settings = settings
+        self.budget = settings.budget
         self.number = 0
         self.phase = "admit"
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         self.recovered = False
+        self.turn = Milestone()
+        """The engine's slot is this round's."""
         self.released = Milestone()
         self.over = Milestone()
+        self.outer: Round | None = None
+        """The round of an override that calls the base's `send_weights`."""
         self.report: Report | None = None
         self.feed: SourceFeed | None = None
         self.plan: Plan | None = None
@@ -76,10 +79,10 @@ class Round:
         self.links: list[MemberLink] = engine.links
         self.sent_finish = False
         self.agreed: Report | None = None
-        """Rank 0's report, where there are several ranks."""
+        """A report that stands for this round: rank 0's, or that of an inner or repeated one."""
+        self._waiting = anyio.CancelScope()
         self._scope = anyio.CancelScope()
         self._began = time.monotonic()
-        self._deadline = math.inf
 
     @property
     def elapsed(self) -> float:
@@ -88,7 +91,18 @@ class Round:
 
     def cancel(self) -> None:
         """End the round from outside its task; it then raises `RoundCancelled`."""
+        self._waiting.cancel()
         self._scope.cancel()
+
+    def describe(self) -> str:
+        """Number, version and phase, for the error of another round."""
+        label = self.version.label
+        return f"round {self.number} (version {label}) is under way in phase {self.phase}"
+
+    def is_same(self, other: Round) -> bool:
+        """Whether both were given the same ticket."""
+        mine, its = self.settings.ticket, other.settings.ticket
+        return mine is not None and its is not None and mine.id == its.id
 
     # -- the path of a round ---------------------------------------------------------------------
 
@@ -101,13 +115,16 @@ class Round:
         Raises:
             One plain exception with the report attached (``error.report``), or the cancellation.
         """
-        self._began = time.monotonic()
-        total = self.budget.total if self.budget.total is not None else DEFAULTS.total_s
-        self._deadline = self._began + total
-        self.engine.ranks.begin(self._deadline)
         try:
-            async with opened(self.links, seconds=min(total, DEFAULTS.connect_s)):
-                await self._guarded(total, body or self._phases)
+            await self._take_turn()
+            recorded = self.engine.tickets.recorded(self.settings.ticket)
+            if recorded is not None and self.engine.ranks.size == 1:
+                self.report = recorded
+                return recorded
+            self._began = time.monotonic()
+            self.engine.ranks.begin(self.settings.deadline)
+            async with opened(self.links, seconds=min(self.seconds_left, DEFAULTS.connect_s)):
+                await self._guarded(body or self._phases)
         except BaseException as error:
             self.report = make_report(self, error, took=self.elapsed)
             raise
@@ -115,22 +132,48 @@ class Round:
             self.report = self.agreed or make_report(self, None, took=self.elapsed)
             return self.report
         finally:
-            await self.source_side.retire(seconds=self.budget.cleanup / 2)
+            if self.turn.is_set():
+                await self.source_side.retire(seconds=self.budget.cleanup / 2)
             self.released.set()
             self.over.set()
 
-    async def _guarded(self, total: float, body: Callable[[], Awaitable[None]]) -> None:
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the round's deadline, never quite zero."""
+        return max(self.settings.deadline - time.monotonic(), 0.001)
+
+    async def _take_turn(self) -> None:
+        """Wait while other rounds have the slot; nothing of this one has begun."""
+        if not self.turn.is_set():
+            self.phase = "wait"
+            try:
+                with self._within(self._waiting):
+                    await self.turn.wait()
+            finally:
+                self.seconds["wait"] = self.elapsed
+        self.phase = "admit"
+        self.engine.admission.resolve(self)
+
+    @contextmanager
+    def _within(self, scope: anyio.CancelScope) -> Iterator[None]:
+        """Until `cancel` or the deadline, each of which becomes an error of its own."""
+        with scope, anyio.move_on_after(self.seconds_left) as limit:
+            yield
+        if scope.cancelled_caught:
+            raise RoundCancelled("the round was cancelled", phase=self.phase, round=self.number)
+        if limit.cancelled_caught:
+            ahead = self.engine.admission.current if self.phase == "wait" else None
+            raise PhaseTimeout(
+                f"the round took longer than its {self.settings.total:g} s"
+                + (f", waiting for its turn: {ahead.describe()}" if ahead else ""),
+                phase=self.phase,
+                round=self.number,
+            )
+
+    async def _guarded(self, body: Callable[[], Awaitable[None]]) -> None:
         try:
-            with self._scope, anyio.move_on_after(total) as scope:
+            with self._within(self._scope):
                 await body()
-            if self._scope.cancelled_caught:
-                raise RoundCancelled("the round was cancelled", phase=self.phase, round=self.number)
-            if scope.cancelled_caught:
-                raise PhaseTimeout(
-                    f"the round took longer than its {total:g} s",
-                    phase=self.phase,
-                    round=self.number,
-                )
         except BaseException as error:
             cause = collapse(error)
             await give_up(self, cause)
@@ -149,9 +192,13 @@ class Round:
             )
         with self._timed("admit", self.budget.admit or DEFAULTS.admit_s):
             await engine.cycle.ensure_initialized(self)
+            engine.tickets.check(self.settings)
             await self._validate()
+            engine.tickets.check_plan(self)
             await engine.machine.pass_gates(Trigger.START, version=self.label)
             await self._agree()
+        if self.agreed is not None:
+            return  # the ticket's round was committed before: answered from the record
         engine.next_round(self)
         engine.machine.fire(Trigger.START, round=self.number, version=self.label)
         if engine.is_sender:
@@ -198,10 +245,17 @@ class Round:
         engine, ranks = self.engine, self.engine.ranks
 
         def agree() -> None:
-            facts = {**facts_of(feed), "version": f"{self.label} (order {self.version.order})"}
+            ticket = self.settings.ticket
+            facts = {
+                **facts_of(feed),
+                "ticket": "none" if ticket is None else f"{ticket.id} (round {ticket.round})",
+                "version": f"{self.label} (order {self.version.order})",
+            }
             mine = holding_of(feed, sends=engine.is_sender)
-            holdings = ranks.meet("admit", facts, mine)
+            words = ranks.meet("admit", facts, mine, report=engine.tickets.recorded(ticket))
+            holdings = [word.holding for word in words if word.holding is not None]
             check_holdings(feed.metadata, holdings, backend=engine.backend_name)
+            self.agreed = next((word.report for word in words if word.report is not None), None)
 
         await engine.source_lane.run(agree, abort=ranks.abort, grace=self.source_grace)
 
@@ -241,6 +295,8 @@ class Round:
             self.recovered = True
             await abort_members(self, error)  # those whose start went through
             await meet(self.engine)  # it, and all others, get a new epoch
+            if self.settings.ticket is not None:
+                self.engine.tickets.check_epochs(self.settings.ticket)
             await self._all("start_weight_update")
 
     async def _peer_restarted(self) -> bool:
@@ -298,12 +354,12 @@ class Round:
             epoch=link.epoch,
             round=self.number,
             lease_s=self.engine.lease_s,
-            deadline_s=max(self._deadline - time.monotonic(), 0.001),
+            deadline_s=self.seconds_left,
             version=self.version,
             base_version=link.version,
             # A member that holds this very version although it was never committed by all (an
             # earlier round ended mixed) takes it again; any other repeat needs the caller's word.
-            rollback=self.rollback
+            rollback=self.settings.rollback
             or (link.version == self.version and self.engine.cycle.mixed == self.version),
             digest=self.plan.digest if self.plan is not None else None,
         )

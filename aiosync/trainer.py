@@ -8,10 +8,10 @@ rounds an engine owns no task, timer or lease: the next round may run under anot
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from aiosync.admission import NEXT, Admission
-from aiosync.budget import Budget, check_seconds
+from aiosync.admission import Admission
+from aiosync.budget import check_seconds
 from aiosync.concurrency import Supervisor, run_to_end, to_its_end
 from aiosync.config import check_identity
 from aiosync.defaults import DEFAULTS
@@ -24,8 +24,10 @@ from aiosync.proxy import ClientProxy
 from aiosync.push import open_session
 from aiosync.ranks import TrainerRanks, gathered
 from aiosync.rendezvous import open_channel, owner_name, say_goodbye
+from aiosync.round_options import NEXT, RoundSettings
 from aiosync.source_side import SourceSide
 from aiosync.sources import as_source
+from aiosync.ticket_desk import TicketDesk
 from aiosync.trainer_cycle import TrainerCycle, watched_init
 from aiosync.trainer_hooks import TrainerHooks
 from aiosync.version_watch import VersionWatch
@@ -37,11 +39,12 @@ from transports.lane import Lane
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from aiosync.admission import Next
     from aiosync.handle import WeightUpdate
     from aiosync.members import MemberLink
     from aiosync.report import Report
     from aiosync.round import Round
+    from aiosync.round_options import Next, RoundOptions
+    from aiosync.ticket import RoundTicket
     from aiosync.version import Version
     from statemachines.hub import TransitionHub
     from transports.lane import LaneFactory, LaneLike
@@ -106,6 +109,7 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         self.links: list[MemberLink] = links_of(client) if is_sender else []
         self._proxy = ClientProxy(self)
         self.admission = Admission(self)
+        self.tickets = TicketDesk(self)
         self.cycle = TrainerCycle(self)
         self.source_side = SourceSide(
             self.source, name=self.name, rank=rank, lane_factory=lane_factory
@@ -171,13 +175,7 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         await open_channel(self, timeout)
 
     async def send_weights(
-        self,
-        *,
-        version: int | str | Version | Next = NEXT,
-        timeout: float | None = None,
-        budget: Budget | None = None,
-        rollback: bool = False,
-        on_busy: str = "raise",
+        self, *, version: int | str | Version | Next = NEXT, **options: Unpack[RoundOptions]
     ) -> Report:
         """Bring every worker to the source's present weights.
 
@@ -186,38 +184,63 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         cancellation is raised within the budget's `cleanup` seconds.
 
         Args:
-            version: Label of the new weights; an int is its own order.
-            timeout: Shorthand for ``Budget(total=timeout)``, seconds.
-            budget: Limits per phase; None takes the defaults, never infinity.
-            rollback: Allow a version that is not newer than the workers'.
-            on_busy: What to do while another round runs: ``"raise"`` `Busy`, ``"wait"`` for its
-                end, or ``"supersede"`` it.
+            version: Label of the new weights; an int is its own order. Left out: the order after
+                the last one, or the ticket's version.
+            options: `RoundOptions`: ``timeout``, ``budget``, ``rollback``, ``on_busy``, ``ticket``.
 
         Raises:
             AiosyncError: One of its kinds, or the source's own exception; with ``.report``.
         """
-        limits = Budget.of(budget, timeout)
-        if not is_inside(self):  # else an override calls this one: its slot is handed over
-            limits = await self.admission.wait_turn(on_busy, limits)
-        return await self.run_round(self.admission.take(version, limits, rollback=rollback))
+        settings = RoundSettings.of("send_weights", version, options)
+        if is_inside(self):  # an override calls this one
+            return await self.run_round(self.admission.make_inner(settings))
+        this = self.admission.make(settings)
+        self.admission.join(this)
+        return await self.run_round(this)
 
     def begin_update(
+        self, *, version: int | str | Version | Next = NEXT, **options: Unpack[RoundOptions]
+    ) -> WeightUpdate:
+        """Start a round in the background and return its handle; takes what `send_weights` does.
+
+        With ``on_busy="wait"`` or ``"supersede"`` the handle waits for the round's turn.
+
+        Raises:
+            Busy: Another round is under way, and this one was not to wait.
+        """
+        this = self.admission.make(RoundSettings.of("begin_update", version, options))
+        self.admission.join(this)
+        return self.start_round(this, self.cycle.own_body(this))
+
+    def make_ticket(
         self,
         *,
         version: int | str | Version | Next = NEXT,
+        target: str = "model",
         timeout: float | None = None,
-        budget: Budget | None = None,
-        rollback: bool = False,
-    ) -> WeightUpdate:
-        """Start a round in the background and return its handle.
+        plan_digest: str | None = None,
+        opaque: str = "",
+    ) -> RoundTicket:
+        """A ticket for this engine's next round, for all ranks to carry out. Moves nothing.
+
+        Args:
+            version: As for `send_weights`; left out, the order after the last one sent or issued.
+            target: What the round updates.
+            timeout: Seconds from now that the round may take; None: the default of a round.
+            plan_digest: What the ranks' chunk plan must be (``(await engine.plan()).digest``).
+            opaque: A text of your own that travels along.
 
         Raises:
-            Busy: Another round is under way.
+            Validation: One of them cannot be right; named.
+            InvalidTransition: The engine is closed.
         """
-        limits = Budget.of(budget, timeout)
-        self.admission.check()
-        this = self.admission.take(version, limits, rollback=rollback)
-        return self.start_round(this, self.cycle.own_body(this))
+        self.admission.check_process()
+        if self.state is State.CLOSED:
+            raise self.wrong_order("start")
+        meant = self.admission.next_after(version, self.tickets.last_version)
+        return self.tickets.issue(
+            meant, target=target, timeout=timeout, plan_digest=plan_digest, opaque=opaque
+        )
 
     session = open_session
 
@@ -258,10 +281,10 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
             await to_its_end(self._close)
 
     async def _close(self) -> None:
-        current = self.admission.end()
-        if current is not None:
-            current.cancel()
-            await run_to_end(current.over.wait, seconds=2 * DEFAULTS.cleanup_s)
+        if rounds := self.admission.end():
+            for each in rounds:
+                each.cancel()
+            await run_to_end(rounds[-1].over.wait, seconds=2 * DEFAULTS.cleanup_s)
             await self._supervisor.aclose(seconds=DEFAULTS.cleanup_s)
         if self.state in BUSY:
             self.machine.fire(Trigger.FAIL, error="closed during a round")
@@ -321,18 +344,27 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
 
     def next_round(self, round: Round) -> None:
         """Number the round; called right before the flip to ``updating``."""
-        self.rounds += 1
-        round.number = self.rounds
+        ticket = round.settings.ticket
+        self.rounds = round.number = self.rounds + 1 if ticket is None else ticket.round
         for link in self.links:
             link.begin_round()
 
     def committed(self, round: Round) -> None:
         """Every member holds the round's version."""
+        if round.settings.ticket is not None:
+            self.lineage = round.version.lineage  # the driver's run goes on from here
         self._versions.set(round.version)
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _ended(self, round: Round) -> None:
         """The round is over; also if its task was cancelled before it began."""
-        if self.admission.free(round):
-            self.last_report = round.report
+        ticket, report = round.settings.ticket, round.report
+        if report is not None and report.outcome == "committed":
+            if ticket is not None:
+                self.tickets.record(ticket, report)
+            if round.outer is not None:
+                round.outer.agreed = report
+        if self.admission.current is round:
+            self.last_report = report
+        self.admission.free(round)

@@ -10,8 +10,6 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, final
 
-from aiosync.admission import NEXT
-from aiosync.budget import Budget
 from aiosync.client_protocol import adapt_client
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Fenced, InvalidTransition, Validation
@@ -20,6 +18,7 @@ from aiosync.liveness import kept_alive
 from aiosync.members import MemberLink, fan_out, links_of, opened
 from aiosync.overrides import bare_of, call_step
 from aiosync.rendezvous import initialise, owner_name
+from aiosync.round_options import NEXT, OPTIONS, RoundSettings
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger
 from transports.lane import Lane
@@ -43,22 +42,21 @@ class TrainerCycle:
         self.fenced: Fenced | None = None
         """What a worker said that belongs to another trainer now; cleared by `initialize`."""
 
-    async def send(
-        self, bare: Callable[..., Any], *args: Any, on_busy: str = "raise", **options: Any
-    ) -> Any:
+    async def send(self, bare: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run the bare method as a round; whatever it leaves half done fails the engine.
 
         What `send_weights` of the base takes is understood whether the override takes it or not.
         """
         engine = self.engine
-        limits = Budget.of(options.get("budget"), options.get("timeout"))
-        limits = await engine.admission.wait_turn(on_busy, limits)
-        this = engine.admission.take(
-            options.get("version", NEXT), limits, rollback=options.get("rollback", False)
-        )
+        ours = {name: value for name, value in options.items() if name in OPTIONS}
+        settings = RoundSettings.of("send_weights", options.get("version", NEXT), ours)
+        options.pop("on_busy", None)  # settled here
+        this = engine.admission.make(settings)
+        engine.admission.join(this)
         results: list[Any] = []
-        await engine.run_round(this, self._body(this, bare, args, options, results))
-        return engine.last_report if results[0] is None else results[0]
+        body = self._body(this, functools.partial(bare, *args), lambda: options, results)
+        report = await engine.run_round(this, body)
+        return report if not results or results[0] is None else results[0]
 
     async def ensure_initialized(self, round: Round) -> None:
         """Mend a failed or released engine, once, within the round's budget."""
@@ -85,22 +83,28 @@ class TrainerCycle:
         bare = bare_of(type(self.engine), "send_weights")
         if not getattr(type(self.engine).send_weights, "is_override", False):
             return None
-        options = {"version": this.version, "budget": this.budget, "rollback": this.rollback}
-        return self._body(this, functools.partial(bare, self.engine), (), options, [])
+
+        def options() -> dict[str, Any]:  # at its turn: not before is the version settled
+            settings = this.settings
+            ticket = {} if settings.ticket is None else {"ticket": settings.ticket}
+            limits = {"budget": settings.budget, "rollback": settings.rollback}
+            return {"version": this.version, **limits, **ticket}
+
+        return self._body(this, functools.partial(bare, self.engine), options, [])
 
     def _body(
         self,
         this: Round,
         bare: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: dict[str, Any],
+        options: Callable[[], dict[str, Any]],
         results: list[Any],
     ) -> Callable[[], Awaitable[None]]:
         engine = self.engine
-        method = functools.partial(bare, *args, **_accepted(bare, options))
 
         async def body() -> None:
             await self.ensure_initialized(this)
+            engine.tickets.check(this.settings)
+            engine.tickets.check_plan(this)
             await kept_alive(this, step)
             self._check_finished()
 
@@ -108,7 +112,7 @@ class TrainerCycle:
             calls = LaneCalls()
             result = await call_step(
                 engine,
-                method,
+                functools.partial(bare, **_accepted(bare, options())),
                 lane=lambda: engine.source_lane,
                 abort=calls.abort,
                 grace=this.budget.cleanup / 2,
@@ -130,7 +134,7 @@ def _accepted(bare: Callable[..., Any], options: dict[str, Any]) -> dict[str, An
     known = inspect.signature(bare).parameters
     if any(each.kind is each.VAR_KEYWORD for each in known.values()):
         return options
-    ours = ("version", "timeout", "budget", "rollback")
+    ours = ("version", *OPTIONS)
     return {name: value for name, value in options.items() if name in known or name not in ours}
 
 

@@ -1,0 +1,121 @@
+"""What every way to begin a round takes: one table, and its checked form.
+
+A new option is an entry of `RoundOptions` and a field of `RoundSettings`; `send_weights`,
+`begin_update` and `session` pass what they get through.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypedDict, final
+
+import msgspec
+
+from aiosync.budget import Budget
+from aiosync.defaults import DEFAULTS
+from aiosync.errors import Validation
+from aiosync.ticket import RoundTicket, ticket_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+OnBusy = Literal["raise", "wait", "supersede"]
+_ON_BUSY = ("raise", "wait", "supersede")
+
+
+@final
+class Next:
+    """Type of `NEXT`: distinct, so that passing None is a type error."""
+
+    def __repr__(self) -> str:
+        return "NEXT"
+
+
+NEXT: Final = Next()
+"""Default of ``version=``: the order after the last one."""
+
+
+class RoundOptions(TypedDict, total=False):
+    """Keywords of `send_weights`, `begin_update` and `session`, beside ``version=``.
+
+    Attributes:
+        timeout: Shorthand for ``Budget(total=timeout)``, seconds; counted from the call, waiting
+            included.
+        budget: Limits per phase; None takes the defaults, never infinity.
+        rollback: Allow a version that is not newer than the workers'.
+        on_busy: What to do while another round runs: ``"raise"`` `Busy`, ``"wait"`` for its end,
+            in the order of the calls, or ``"supersede"``: cancel whatever runs and waits.
+        ticket: A `RoundTicket`, or its string: the round runs under its number, its version and
+            its deadline.
+    """
+
+    timeout: float | None
+    budget: Budget | None
+    rollback: bool
+    on_busy: OnBusy
+    ticket: RoundTicket | str | None
+
+
+OPTIONS: Final = tuple(RoundOptions.__annotations__)
+
+
+class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A version and `RoundOptions`, checked as far as they can be without an engine.
+
+    Attributes:
+        version: As it was given: a label, a `Version` or `NEXT`.
+        total: Seconds from the call to the deadline.
+        deadline: Of `time.monotonic`.
+        expired_s: Seconds since the ticket's own deadline, where that has passed.
+    """
+
+    version: Any = NEXT
+    budget: Budget
+    rollback: bool = False
+    on_busy: OnBusy = "raise"
+    ticket: RoundTicket | None = None
+    total: float
+    deadline: float
+    expired_s: float | None = None
+
+    @classmethod
+    def of(cls, what: str, version: Any, options: Mapping[str, Any]) -> Self:
+        """Check what `what` was called with.
+
+        Raises:
+            TypeError: There is no such keyword.
+            Validation: One of them cannot be right; named.
+        """
+        for name in options:
+            if name not in OPTIONS:
+                raise TypeError(f"{what}() takes no {name}=; it takes {', '.join(OPTIONS)}")
+        return cls._made(version=version, **options)
+
+    @classmethod
+    def _made(
+        cls,
+        *,
+        timeout: float | None = None,
+        budget: Budget | None = None,
+        on_busy: Any = "raise",
+        ticket: RoundTicket | str | None = None,
+        **others: Any,
+    ) -> Self:
+        if on_busy not in _ON_BUSY:
+            raise Validation(f"on_busy must be raise, wait or supersede, not {on_busy!r}")
+        limits = Budget.of(budget, timeout)
+        total = DEFAULTS.total_s if limits.total is None else limits.total
+        promise = None if ticket is None else ticket_of(ticket)
+        left = math.inf if promise is None else promise.seconds_left
+        if left > 0:
+            total = min(total, left)
+        return cls(
+            budget=limits,
+            on_busy=on_busy,
+            ticket=promise,
+            total=total,
+            deadline=time.monotonic() + total,
+            expired_s=None if left > 0 else -left,
+            **others,
+        )
