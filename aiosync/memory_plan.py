@@ -23,6 +23,7 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
         tensors: How many are announced.
         nbytes: Payload bytes of a round, once per link.
         chunks: Pieces the payload is cut into.
+        digest: Of the plan: equal wherever the same bytes are cut in the same way.
         trainer_bytes: Memory the trainer's side of the channel holds.
         worker_bytes: Spare memory by member; None where its sink does not say.
     """
@@ -30,6 +31,7 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int
     nbytes: int
     chunks: int
+    digest: str
     trainer_bytes: int
     worker_bytes: dict[str, int | None]
 
@@ -57,6 +59,7 @@ def summarise(plan: Plan, *, buffers: int | None, links: list[MemberLink]) -> Pl
         tensors=len(plan.sizes),
         nbytes=plan.total_bytes,
         chunks=len(plan.chunks),
+        digest=plan.digest,
         trainer_bytes=need,
         worker_bytes={link.name: _spare_of(link, plan.total_bytes) for link in links},
     )

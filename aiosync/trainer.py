@@ -118,7 +118,7 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         self.rounds = 0
         self.is_opening = False
         self.ranks = TrainerRanks.alone()
-        self._versions = VersionWatch()
+        self._versions = VersionWatch(self.name)
 
     @classmethod
     async def trainer_init(
@@ -244,9 +244,14 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
 
     session = open_session
 
-    async def wait_version(self, order: int) -> Version:
-        """Wait until a version of at least `order` is committed; it cannot be missed."""
-        return await self._versions.wait(order)
+    async def wait_version(self, order: int, *, timeout: float | None = None) -> Version:
+        """Wait until a version of at least `order` is committed; it cannot be missed.
+
+        Raises:
+            PhaseTimeout: Not within `timeout` seconds; names the version there is.
+            InvalidTransition: The engine is closed.
+        """
+        return await self._versions.wait(order, timeout)
 
     async def reset(self) -> None:
         """Dispose the channel of a failed engine: failed to idle."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aiosync.errors import InvalidTransition
+from aiosync.budget import check_seconds
+from aiosync.errors import InvalidTransition, PhaseTimeout
 from statemachines.tables import State
 
 if TYPE_CHECKING:
@@ -49,9 +50,25 @@ class Watchable:
         """
         return self.machine.gate(trigger, check, timeout=timeout)
 
-    async def wait_for(self, *states: State | str) -> State:
-        """Wait until the engine is in one of `states`; checks first."""
-        return State(await self.machine.wait_for(*states))
+    async def wait_for(self, *states: State | str, timeout: float | None = None) -> State:
+        """Wait until the engine is in one of `states`; checks first.
+
+        Args:
+            timeout: Seconds; None waits until the engine ends.
+
+        Raises:
+            PhaseTimeout: `timeout` seconds have passed; names the state the engine is in.
+            InvalidTransition: The engine has ended in another state.
+            Validation: No states, or one that there is not.
+        """
+        limit = None if timeout is None else check_seconds(timeout, "timeout")
+        try:
+            return State(await self.machine.wait_for(*states, timeout=limit))
+        except TimeoutError as error:
+            text = f"{self.machine.name}: not {' or '.join(map(str, states))} within {timeout:g} s"
+            raise PhaseTimeout(
+                f"{text}; the state is {self.state.value}", phase="wait", detail=self.standing()
+            ) from error
 
     def standing(self) -> dict[str, Any]:
         """State and legal triggers, as refusals carry them in ``detail``."""
