@@ -6,38 +6,41 @@ over the star (`transports.star`): every rank says "go on" or why not, and one "
 them at the same boundary. Whatever ends a round on one rank ends it on all, with the same error.
 
 The meetings happen on the source lane. A single rank meets nobody, at no cost.
+
+A rank that is cancelled in the middle of a meeting, or dies, breaks the table for all. Those that
+live sit down again where they first met (`regather`), all of them, before the next round begins.
 """
 
 from __future__ import annotations
 
-import functools
-import ipaddress
 import math
-import socket
 import threading
 import time
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import anyio
 import msgspec
 
 from aiosync.agreement import Holding
 from aiosync.concurrency import first_line
-from aiosync.defaults import DEFAULTS
-from aiosync.errors import PeerLost, PhaseTimeout, RoundCancelled, Validation
+from aiosync.errors import PeerLost, RoundCancelled, Validation
 from aiosync.messages import ErrorInfo, error_info, to_error
 from aiosync.report import Report
-from transports.star import Star, StarHub, join_star
+from transports.star import ALIVE, Star
 from transports.waker import Waker
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from transports.lane import LaneLike
 
 
-_ADDRESS_BYTES = 256
+class Seat(Protocol):
+    """Where this rank finds the others, as often as it has to."""
+
+    def sit_down(self, *, waker: Waker, deadline: float) -> Star:
+        """Wait for all of them; blocking."""
+
+    def leave(self) -> None:
+        """Nobody will be found here any more."""
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +64,10 @@ class TrainerRanks:
         rank, size: This rank, and how many take part.
     """
 
-    def __init__(self, star: Star) -> None:
+    def __init__(self, star: Star, seat: Seat | None = None) -> None:
         self._star = star
+        self._seat = seat
+        self._sitting_down: Waker | None = None
         self._reason: BaseException | None = None
         self.parted = False
         """Whether the ranks left this round together, or cannot meet any more."""
@@ -83,23 +88,53 @@ class TrainerRanks:
     def size(self) -> int:
         return self._star.size
 
-    def begin(self, deadline: float) -> None:
-        """A new round: nobody has asked to stop yet.
+    @property
+    def epoch(self) -> int:
+        """Counts how often the ranks have sat down together; the same on all of them."""
+        return self._star.epoch
 
-        Raises:
-            PeerLost: An earlier round ended in the middle of a meeting, or without one: the ranks
-                do not know where the others are any more.
-        """
-        if self._broken:
-            raise PeerLost(
-                "the trainer ranks lost each other in an earlier round",
-                phase="admit",
-                next_step="make new engines on all ranks",
-            )
+    @property
+    def broken(self) -> bool:
+        """Whether a meeting ended half way: the ranks do not know where the others are."""
+        return self._broken
+
+    def begin(self, deadline: float) -> None:
+        """A new round: nobody has asked to stop yet."""
         self.deadline = deadline
-        self.parted = False
+        self.parted = self._broken
         with self._lock:
             self._reason = None
+
+    def regather(self, deadline: float) -> None:
+        """Sit down again, all ranks that live; blocking. Each rank calls it.
+
+        Raises:
+            PhaseTimeout: Ranks did not come before the deadline (of `time.monotonic`); named.
+            PeerLost: Rank 0 is gone, or these ranks have no place to meet.
+            TransportAborted: `abort` was called.
+        """
+        if self._seat is None:
+            raise PeerLost("the trainer ranks have no place to meet again", phase="admit")
+        with self._lock:
+            self._star.close()
+            waker = self._sitting_down = Waker()
+        star = None
+        try:
+            star = self._seat.sit_down(waker=waker, deadline=deadline)
+        finally:
+            with self._lock:
+                self._sitting_down = None
+                if star is None:
+                    waker.close()
+                else:
+                    self._star = star
+                    self._broken = self.parted = False
+
+    async def regathered(self, lane: LaneLike, *, grace: float) -> None:
+        """`regather` on the source lane, in nearly all the time that the caller has."""
+        left = anyio.current_effective_deadline() - anyio.current_time()
+        limit = time.monotonic() + earlier(left)
+        await lane.run(self.regather, limit, abort=self.abort, grace=grace)
 
     def stop(self, reason: BaseException | None = None) -> None:
         """Have the next meeting end the round; the first reason counts."""
@@ -114,6 +149,7 @@ class TrainerRanks:
         holding: Holding | None = None,
         *,
         report: Report | None = None,
+        deadline: float | None = None,
     ) -> list[Word]:
         """Agree to go on.
 
@@ -122,6 +158,7 @@ class TrainerRanks:
             facts: Things that must be equal on all ranks, by name.
             holding: What this rank contributes.
             report: What became of this very round, where this rank remembers it.
+            deadline: Of this meeting, if it is not the round's.
 
         Returns:
             What each rank said, by rank.
@@ -137,7 +174,9 @@ class TrainerRanks:
             if reason is not None:
                 raise reason
             return [Word(at=at, holding=holding, report=report)]
-        words = self._exchange(at, reason, facts or {}, holding=holding, report=report)
+        words = self._exchange(
+            at, reason, facts or {}, holding=holding, report=report, deadline=deadline
+        )
         self._settle(words, reason)
         return words
 
@@ -168,11 +207,13 @@ class TrainerRanks:
         *,
         holding: Holding | None = None,
         report: Report | None = None,
+        deadline: float | None = None,
     ) -> list[Word]:
+        limit = self.deadline if deadline is None else deadline
         info = None if reason is None else _info(reason)
         word = Word(at=at, stop=info, facts=facts, holding=holding, report=report)
         try:
-            parts = self._star.exchange(msgspec.json.encode(word), deadline=self.deadline)
+            parts = self._star.exchange(msgspec.json.encode(word), deadline=limit)
             words = [_WORD.decode(part) for part in parts]
         except BaseException:
             self.parted = self._broken = True  # whatever it was, the ranks are out of step now
@@ -205,11 +246,18 @@ class TrainerRanks:
 
     def abort(self) -> None:
         """End a blocked meeting; the star is of no more use."""
-        self._broken = True
-        self._star.abort()
+        with self._lock:
+            self._broken = True
+            if self._sitting_down is not None:
+                self._sitting_down.wake()
+            else:
+                self._star.abort()
 
     def close(self) -> None:
-        self._star.close()
+        with self._lock:
+            self._star.close()
+        if self._seat is not None:
+            self._seat.leave()
 
 
 def _info(reason: BaseException) -> ErrorInfo:
@@ -218,69 +266,11 @@ def _info(reason: BaseException) -> ErrorInfo:
     return error_info(RoundCancelled(first_line(reason)))
 
 
-def gather_ranks(group: dist.ProcessGroup | None, *, seconds: float) -> TrainerRanks:
-    """Bring all ranks of `group` to one table; blocking, called on every rank.
-
-    Args:
-        group: A process group with a CPU backend, or None: an own gloo group over all ranks if
-            torch.distributed is initialised, else this rank is alone. It is only used to tell the
-            others where rank 0 is.
-        seconds: How long the others may take.
-
-    Raises:
-        PhaseTimeout, PeerLost: A rank did not come; named.
-    """
-    import torch
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return TrainerRanks.alone()
-    limit = timedelta(seconds=seconds)
-    own = group if group is not None else dist.new_group(backend="gloo", timeout=limit)
-    rank, size = dist.get_rank(own), dist.get_world_size(own)
-    if size == 1:
-        return TrainerRanks.alone()
-    card = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
-    hub = None
-    if rank == 0:
-        hub = StarHub(own_address())
-        text = f"{hub.address} {hub.token}".encode()
-        card[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    try:
-        dist.broadcast(card, dist.get_global_rank(own, 0), group=own)
-        deadline = time.monotonic() + seconds
-        if hub is not None:
-            return TrainerRanks(hub.accept(size, waker=Waker(), deadline=deadline))
-        address, token = bytes(card.tolist()).rstrip(b"\0").decode().split(" ")
-        star = join_star(address, token, rank=rank, size=size, waker=Waker(), deadline=deadline)
-        return TrainerRanks(star)
-    finally:
-        if hub is not None:
-            hub.close()
-        if group is None:
-            dist.destroy_process_group(own)
+def earlier(seconds: float) -> float:
+    """A little less: who waits inside a limit ends before it, and can say for whom it waited."""
+    return seconds - min(seconds / 4, 0.5)
 
 
-async def gathered(lane: LaneLike, group: Any) -> TrainerRanks:
-    """`gather_ranks` on the source lane, with a limit of its own.
-
-    Raises:
-        PhaseTimeout: Not all ranks came; a torch collective that is stuck keeps its thread.
-    """
-    seconds = DEFAULTS.admit_s
-    with anyio.move_on_after(seconds):
-        gathering = functools.partial(gather_ranks, group, seconds=seconds)
-        return await lane.run(gathering, grace=DEFAULTS.cleanup_s / 2, discard=TrainerRanks.close)
-    raise PhaseTimeout(f"not all trainer ranks came within {seconds:g} s", phase="init")
-
-
-def own_address() -> str:
-    """The address other hosts reach this one by, as its own name resolves; else loopback."""
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return "127.0.0.1"
-    addresses = [str(info[4][0]) for info in found]
-    # Debian's own entry for the host name is a loopback address that nobody else can use.
-    elsewhere = [a for a in addresses if not ipaddress.ip_address(a.split("%")[0]).is_loopback]
-    return (elsewhere or addresses or ["127.0.0.1"])[0]
+def may_return(error: PeerLost) -> bool:
+    """Whether the rank that left the meeting is alive, so that all can meet again."""
+    return bool(error.detail.get(ALIVE))

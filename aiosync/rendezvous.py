@@ -53,6 +53,8 @@ async def open_channel(engine: TrainerWeightTransferEngine[Any], timeout: float 
 async def _open(engine: TrainerWeightTransferEngine[Any], limit: float) -> None:
     try:
         with anyio.move_on_after(limit) as scope:
+            if engine.ranks.broken:
+                await engine.ranks.regathered(engine.source_lane, grace=DEFAULTS.cleanup_s / 2)
             async with opened(engine.links):
                 await meet(engine)
         if scope.cancelled_caught:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import anyio
 
-from aiosync.agreement import check_holdings, facts_of, holding_of
+from aiosync import together
 from aiosync.commit import commit
 from aiosync.concurrency import Milestone, collapse, run_legs
 from aiosync.defaults import DEFAULTS
@@ -27,8 +27,6 @@ from aiosync.members import MemberLink, fan_out, opened
 from aiosync.messages import PROTOCOL, RoundHeader
 from aiosync.rendezvous import meet
 from aiosync.reporting import make_report
-from aiosync.source_pass import SourcePass
-from aiosync.streaming import pass_along
 from statemachines.tables import State, Trigger, Weights
 
 if TYPE_CHECKING:
@@ -196,7 +194,7 @@ class Round:
             await self._validate()
             engine.tickets.check_plan(self)
             await engine.machine.pass_gates(Trigger.START, version=self.label)
-            await self._agree()
+            await together.agree(self)
         if self.agreed is not None:
             return  # the ticket's round was committed before: answered from the record
         engine.next_round(self)
@@ -204,8 +202,9 @@ class Round:
         if engine.is_sender:
             await kept_alive(self, self._carry_out)
         else:
-            await self._take_part()
-        await self._conclude()
+            with self._timed("update", None):
+                await together.take_part(self)
+        await together.conclude(self)
         engine.committed(self)
         engine.machine.fire(Trigger.COMPLETE, weights=Weights.INTACT, **self.facts())
 
@@ -231,56 +230,11 @@ class Round:
         assert self.plan is not None
         return self.feed, self.plan
 
-    # -- with the other trainer ranks ------------------------------------------------------------
-
     @property
     def source_grace(self) -> float:
         """What an aborted call on the source lane gets: with peers, one layer group's gather."""
         alone = self.engine.ranks.size == 1
         return self.budget.cleanup / 2 if alone else self.budget.stall
-
-    async def _agree(self) -> None:
-        """All ranks send the same, and every tensor is held by a rank that sends."""
-        feed, _ = self.validated()
-        engine, ranks = self.engine, self.engine.ranks
-
-        def agree() -> None:
-            ticket = self.settings.ticket
-            facts = {
-                **facts_of(feed),
-                "ticket": "none" if ticket is None else f"{ticket.id} (round {ticket.round})",
-                "version": f"{self.label} (order {self.version.order})",
-            }
-            mine = holding_of(feed, sends=engine.is_sender)
-            words = ranks.meet("admit", facts, mine, report=engine.tickets.recorded(ticket))
-            holdings = [word.holding for word in words if word.holding is not None]
-            check_holdings(feed.metadata, holdings, backend=engine.backend_name)
-            self.agreed = next((word.report for word in words if word.report is not None), None)
-
-        await engine.source_lane.run(agree, abort=ranks.abort, grace=self.source_grace)
-
-    async def _take_part(self) -> None:
-        feed, _ = self.validated()
-        engine = self.engine
-        the_pass = SourcePass(feed, engine.ranks, None)
-        with self._timed("update", None):
-            await pass_along(the_pass, grace=self.source_grace, lane=engine.source_lane)
-        self.released.set()
-        engine.machine.fire(Trigger.FINALIZE, **self.facts())
-
-    async def _conclude(self) -> None:
-        """All ranks leave with rank 0's report."""
-        ranks = self.engine.ranks
-        if ranks.size == 1:
-            return
-        mine = make_report(self, None, took=self.elapsed) if self.engine.is_sender else None
-
-        def conclude() -> None:
-            self.agreed = ranks.conclude(mine)  # here: a cancellation must not lose it
-
-        await self.engine.source_lane.run(
-            conclude, abort=ranks.abort, grace=self.budget.cleanup / 2
-        )
 
     # -- with the workers ------------------------------------------------------------------------
 

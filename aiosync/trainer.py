@@ -16,13 +16,14 @@ from aiosync.concurrency import Supervisor, run_to_end, to_its_end
 from aiosync.config import check_identity
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
+from aiosync.gathering import gathered
 from aiosync.handle import in_background
 from aiosync.lane_calls import as_seen_here
 from aiosync.members import links_of
 from aiosync.overrides import is_inside, wrap_steps
 from aiosync.proxy import ClientProxy
 from aiosync.push import open_session
-from aiosync.ranks import TrainerRanks, gathered
+from aiosync.ranks import TrainerRanks
 from aiosync.rendezvous import open_channel, owner_name, say_goodbye
 from aiosync.round_options import NEXT, RoundSettings
 from aiosync.source_side import SourceSide

@@ -131,3 +131,42 @@ async def test_a_rank_that_dies_is_named_and_the_others_end_in_time(tmp_path):
         facts = await worker.wait_state("initialized", "failed", "idle")
         assert facts["prints"] == old["prints"]
         assert facts["weights"] == "intact"
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("size", "me", "at"), [(2, 1, "admit"), (2, 0, "admit"), (3, 1, "admit"), (2, 1, "end")]
+)
+async def test_a_rank_cancelled_inside_a_meeting_takes_part_in_the_next_round(
+    size, me, at, tmp_path, losses
+):
+    calm = await undisturbed(size, tmp_path, losses)
+    async with replica(kind="ranks", seed=2) as worker:
+        said = await train(size, tmp_path, worker, fault=at, me=me)
+        assert said[me][0]["kind"] == "CancelledError"
+        for rank, loss in zip(said, calm, strict=True):
+            assert rank[0]["seconds"] < 10
+            assert rank[1]["outcome"] == "committed"
+            assert any("sat down again (epoch 2)" in note for note in rank[1]["notes"])
+            assert rank[2]["loss"] == loss
+        if at == "admit":
+            for rank in (rank for n, rank in enumerate(said) if n != me):
+                assert rank[0]["kind"] == "PeerLost"
+                assert f"rank {me} left a meeting: was cancelled" in rank[0]["error"]
+        assert (await worker.facts())["version"] == 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_a_rank_that_was_killed_is_named_in_every_later_round_in_time(tmp_path):
+    async with replica(kind="ranks", seed=2) as worker:
+        said = await train(2, tmp_path, worker, fault="die", me=1, at=0, rounds=3, total=4)
+        assert said[1] == []
+        for word in said[0][:3]:
+            assert word["outcome"] is None
+            assert "rank 1" in word["error"]
+            assert word["seconds"] < 4 + 1 + 3 + 1
+        assert said[0][1]["kind"] == said[0][2]["kind"] == "PhaseTimeout"
+        facts = await worker.wait_state("initialized", "failed", "idle")
+        assert facts["weights"] == "intact"

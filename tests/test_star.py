@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from aiosync.errors import PeerLost, PhaseTimeout, TransportAborted, Validation
-from transports.star import Star, StarHub, join_star
+from transports.star import Star
+from transports.star_door import StarHub, join_star
 from transports.waker import Waker
 
 
@@ -24,17 +25,23 @@ def pool():
         yield executor
 
 
+def join(hub, pool, rank, size, seconds=20.0, waker=None):
+    options = {"rank": rank, "size": size, "waker": waker or Waker(), "deadline": soon(seconds)}
+    return pool.submit(join_star, hub.address, hub.token, **options)
+
+
+def gather(hub, size, pool):
+    joins = [join(hub, pool, rank, size) for rank in range(1, size)]
+    first = hub.accept(size, waker=Waker(), deadline=soon())
+    return [first, *(joined.result(20) for joined in joins)]
+
+
 def stars(size, pool, host="127.0.0.1"):
     hub = StarHub(host)
-    joins = [
-        pool.submit(
-            join_star, hub.address, hub.token, rank=r, size=size, waker=Waker(), deadline=soon()
-        )
-        for r in range(1, size)
-    ]
-    first = hub.accept(size, waker=Waker(), deadline=soon())
-    hub.close()
-    return [first, *(join.result(20) for join in joins)]
+    try:
+        return gather(hub, size, pool)
+    finally:
+        hub.close()
 
 
 def exchange(all_stars, pool, seconds=20.0, **payloads):
@@ -111,14 +118,15 @@ def test_strangers_do_not_get_in_and_do_not_keep_others_out(pool):
     accepting = pool.submit(hub.accept, 2, waker=Waker(), deadline=soon())
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        wrong = join_star(hub.address, "0" * 32, rank=1, size=2, waker=Waker(), deadline=soon())
+        wrong = pool.submit(
+            join_star, hub.address, "0" * 32, rank=1, size=2, waker=Waker(), deadline=soon()
+        )
+        assert isinstance(wrong.exception(20), PeerLost)
         right = join_star(hub.address, hub.token, rank=1, size=2, waker=Waker(), deadline=soon())
         first = accepting.result(20)
         hub.close()
         assert exchange([first, right], pool) == [[b"x", b"x"]] * 2
-        with pytest.raises(PeerLost):
-            wrong.exchange(b"", deadline=soon())
-    for star in (first, wrong, right):
+    for star in (first, right):
         star.close()
 
 
@@ -130,4 +138,66 @@ def test_nobody_comes_or_nobody_is_there():
     hub.close()
     with pytest.raises(PeerLost):
         join_star(hub.address, hub.token, rank=1, size=2, waker=waker, deadline=soon())
+    waker.close()
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_rank_that_is_aborted_says_so_and_all_can_meet_again(before, pool):
+    hub = StarHub("127.0.0.1")
+    for epoch in (1, 2):
+        ranks = gather(hub, 3, pool)
+        assert [star.epoch for star in ranks] == [epoch] * 3
+        assert exchange(ranks, pool) == [[b"x"] * 3] * 3
+        ranks[1].abort()
+        with pytest.raises(TransportAborted):
+            ranks[1].exchange(b"", deadline=soon())
+        for star in (ranks[0], ranks[2]):
+            star._seq += before  # how far the others have come since
+        for error in exchange([ranks[0], ranks[2]], pool):
+            assert isinstance(error, PeerLost)
+            assert error.rank == 1
+            assert "was cancelled" in error.message
+            # Whoever leaves the meeting of now does not come back to it.
+            assert error.detail["alive"] == bool(before)
+        for star in ranks:
+            with pytest.raises((PeerLost, TransportAborted)):
+                star.exchange(b"", deadline=soon())
+            star.close()
+    hub.close()
+
+
+def test_a_rank_that_died_left_no_word(pool):
+    ranks = stars(3, pool)
+    ranks[2].close()
+    for error in exchange(ranks[:2], pool):
+        assert error.rank == 2
+        assert not error.detail.get("alive")
+    for star in ranks:
+        star.close()
+
+
+def test_a_rank_that_comes_again_takes_its_older_place(pool):
+    hub = StarHub("127.0.0.1")
+    waker = Waker()
+    early = join(hub, pool, 1, 2, seconds=0.3, waker=waker)
+    assert isinstance(early.exception(20), PhaseTimeout)
+    late = join(hub, pool, 1, 2)
+    first = hub.accept(2, waker=Waker(), deadline=soon())
+    assert exchange([first, late.result(20)], pool) == [[b"x", b"x"]] * 2
+    for star in (first, late.result()):
+        star.close()
+    hub.close()
+    waker.close()
+
+
+def test_those_who_came_learn_who_did_not(pool):
+    hub = StarHub("127.0.0.1")
+    came = join(hub, pool, 1, 3)
+    waker = Waker()
+    with pytest.raises(PhaseTimeout, match="rank 2 did not come"):
+        hub.accept(3, waker=waker, deadline=soon(1.0))
+    error = came.exception(20)
+    assert isinstance(error, PhaseTimeout)
+    assert error.rank == 2
+    hub.close()
     waker.close()

@@ -8,12 +8,15 @@ done. Frames carry a sequence number: ranks that disagree about where they are f
 A collective library would do, but none lets a rank give up: a process that leaves a gloo
 collective half way can take its peers down with it. Here every wait is a `poll` with a deadline,
 `abort` ends it from another thread, and a dead rank is named.
+
+An exchange that fails ends the star: whoever leaves says so and hangs up, so that nobody waits for
+it. A connection that ends without a word means that the rank died. Ranks that are alive get a new
+star where they got this one (`transports.star_door`); frames of an old one cannot reach it, since
+its connections are new.
 """
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import select
 import socket
 import struct
@@ -24,117 +27,58 @@ from typing import TYPE_CHECKING, Self, final
 import msgspec
 
 from statemachines.errors import Validation
-from transports.errors import PeerLost, PhaseTimeout
+from transports.errors import PeerLost, PhaseTimeout, TransportAborted
 from transports.waker import Waker, milliseconds_until
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+    from statemachines.errors import AiosyncError
 
 FRAME_LIMIT = 16 << 20
 _HEADER = struct.Struct("!I")
-_PHASE = "agree"
+PHASE = "agree"
+ALIVE = "alive"
+_LAST_WORD_S = 0.2
 
 
-class _Hello(msgspec.Struct, frozen=True, kw_only=True):
-    token: str
-    rank: int
-    size: int
+class Frame(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes over a connection.
 
+    Attributes:
+        seq: Which exchange this belongs to; the epoch in the frame that welcomes a rank.
+        failure: This exchange, and the star, is over, and why; `kind` and `lost` say more.
+        alive: Nobody died, and nobody leaves whatever the ranks are doing now: the star ended
+            before, and they can go on once they have met again.
+    """
 
-class _Frame(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     parts: list[bytes] = []
-    failure: str | None = None  # rank 0's news for the others: this exchange, and the star, is over
+    failure: str | None = None
     kind: str = ""
     lost: int | None = None
+    alive: bool = False
+
+    def check(self, sender: int, seq: int) -> None:
+        """Raise what the sender ended the star with, as seen from exchange `seq`."""
+        if self.failure is None:
+            return
+        # A rank that speaks for itself may have left in this very exchange.
+        alive = self.alive and (self.lost != sender or self.seq < seq)
+        kind = _KINDS.get(self.kind, PeerLost)
+        raise kind(self.failure, rank=self.lost, phase=PHASE, detail={ALIVE: alive})
+
+    @classmethod
+    def of(cls, seq: int, error: AiosyncError) -> Self:
+        """The news of `error`."""
+        alive = bool(error.detail.get(ALIVE))
+        return cls(seq=seq, failure=error.message, kind=error.code, lost=error.rank, alive=alive)
 
 
 _KINDS: dict[str, type[PeerLost | PhaseTimeout | Validation]] = {
     kind.code: kind for kind in (PeerLost, PhaseTimeout, Validation)
 }
-_HELLO = msgspec.msgpack.Decoder(_Hello)
-_FRAME = msgspec.msgpack.Decoder(_Frame)
-
-
-@final
-class StarHub:
-    """Rank 0's listening socket: where the others find it. Hand `address` and `token` to them."""
-
-    def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family)
-        self._socket.setblocking(False)
-        self.address = f"{host}|{self._socket.getsockname()[1]}"
-        self.token = secrets.token_hex(16)
-
-    def accept(self, size: int, *, waker: Waker, deadline: float) -> Star:
-        """Wait for the other ``size - 1`` ranks; connections without the token are dropped.
-
-        Raises:
-            PhaseTimeout: Names the ranks that did not come.
-        """
-        found: dict[int, socket.socket] = {}
-        try:
-            while len(found) < size - 1:
-                missing = [rank for rank in range(1, size) if rank not in found]
-                _wait({self._socket: ", ".join(map(str, missing))}, waker, deadline)
-                with suppress(BlockingIOError):
-                    self._admit(self._socket.accept()[0], size, found, waker, deadline)
-        except BaseException:
-            for sock in found.values():
-                sock.close()
-            raise
-        return Star(0, size, found, waker)
-
-    def _admit(
-        self,
-        sock: socket.socket,
-        size: int,
-        found: dict[int, socket.socket],
-        waker: Waker,
-        deadline: float,
-    ) -> None:
-        sock.setblocking(False)
-        try:
-            limit = min(deadline, time.monotonic() + 5.0)  # a stranger does not hold the door
-            hello = _HELLO.decode(_receive(sock, "?", waker, limit))
-            fits = hello.size == size and 0 < hello.rank < size and hello.rank not in found
-            if hmac.compare_digest(hello.token.encode(), self.token.encode()) and fits:
-                found[hello.rank] = sock
-                return
-        except (PeerLost, PhaseTimeout, Validation, msgspec.DecodeError):
-            pass  # not one of ours: the door stays open for those who are
-        sock.close()
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-def join_star(
-    address: str, token: str, *, rank: int, size: int, waker: Waker, deadline: float
-) -> Star:
-    """Connect this rank to rank 0.
-
-    Raises:
-        PeerLost: Nobody listens there.
-        PhaseTimeout: No connection before the deadline.
-    """
-    host, _, port = address.rpartition("|")
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        sock.setblocking(False)
-        with suppress(BlockingIOError):
-            sock.connect((host, int(port)))
-        _wait({sock: "0"}, waker, deadline, write=True)
-        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
-            raise PeerLost(f"rank 0 cannot be reached at {host}:{port}", rank=0, phase=_PHASE)
-        hello = msgspec.msgpack.encode(_Hello(token=token, rank=rank, size=size))
-        _send(sock, "0", hello, waker, deadline)
-    except BaseException:
-        sock.close()
-        raise
-    return Star(rank, size, {0: sock}, waker)
+_FRAME = msgspec.msgpack.Decoder(Frame)
 
 
 @final
@@ -143,13 +87,21 @@ class Star:
 
     Attributes:
         rank, size: This rank, and how many there are.
+        epoch: How many stars rank 0 has been the middle of, this one included.
     """
 
     def __init__(
-        self, rank: int, size: int, peers: Mapping[int, socket.socket], waker: Waker
+        self,
+        rank: int,
+        size: int,
+        peers: Mapping[int, socket.socket],
+        waker: Waker,
+        *,
+        epoch: int = 0,
     ) -> None:
         self.rank = rank
         self.size = size
+        self.epoch = epoch
         self._peers = dict(peers)
         self._waker = waker
         self._seq = 0
@@ -173,57 +125,62 @@ class Star:
             TransportAborted: `abort` was called.
             Validation: A rank is at another exchange.
         """
-        self._waker.check()
+        if self.size > 1 and not self._peers:
+            raise PeerLost("this star has ended", phase=PHASE, detail={ALIVE: True})
         self._seq += 1
-        if self.rank == 0:
-            return self._collect(payload, deadline)
-        frame = msgspec.msgpack.encode(_Frame(seq=self._seq, parts=[payload]))
-        _send(self._peers[0], "0", frame, self._waker, deadline)
-        return self._read(0, self.size, deadline)
-
-    def _collect(self, payload: bytes, deadline: float) -> list[bytes]:
         try:
-            return self._collect_all(payload, deadline)
-        except (PeerLost, PhaseTimeout, Validation) as error:
-            self._spread(error)
+            self._waker.check()
+            if self.rank == 0:
+                return self._collect_all(payload, deadline)
+            frame = msgspec.msgpack.encode(Frame(seq=self._seq, parts=[payload]))
+            self._send_to(0, self.size, frame, deadline)
+            return self._read(0, self.size, deadline)
+        except (PeerLost, PhaseTimeout, TransportAborted, Validation) as error:
+            self._hang_up(error)
             raise
 
-    def _spread(self, error: PeerLost | PhaseTimeout | Validation) -> None:
-        """All ranks fail alike: the others learn who is missing, not just that rank 0 left."""
-        news = _Frame(seq=self._seq, failure=error.message, kind=error.code, lost=error.rank)
+    def _hang_up(self, error: AiosyncError) -> None:
+        """Leave for good, with a last word: all ranks fail alike, and none waits for this one."""
+        if isinstance(error, TransportAborted) or self.rank:
+            why = "was cancelled" if isinstance(error, TransportAborted) else error.message
+            text = f"trainer rank {self.rank} left a meeting: {why}"
+            error = PeerLost(text, rank=self.rank, detail={ALIVE: True})
+        last = msgspec.msgpack.encode(Frame.of(self._seq, error))
         for rank, sock in self._peers.items():
-            with suppress(PeerLost, PhaseTimeout):
-                limit = time.monotonic() + 0.2
-                _send(sock, str(rank), msgspec.msgpack.encode(news), self._waker, limit)
+            with suppress(PeerLost, PhaseTimeout, TransportAborted):
+                send(sock, str(rank), last, self._waker, time.monotonic() + _LAST_WORD_S)
+            sock.close()
+        self._peers.clear()
 
     def _collect_all(self, payload: bytes, deadline: float) -> list[bytes]:
         parts = [payload, *(b"" for _ in range(self.size - 1))]
         waiting = dict(sorted(self._peers.items()))
         while waiting:
             names = {sock: str(rank) for rank, sock in waiting.items()}
-            ready = _wait(names, self._waker, deadline)
+            ready = wait(names, self._waker, deadline)
             for rank in [rank for rank, sock in waiting.items() if sock in ready]:
                 (parts[rank],) = self._read(rank, 1, deadline)
                 del waiting[rank]
-        frame = msgspec.msgpack.encode(_Frame(seq=self._seq, parts=parts))
-        for rank, sock in self._peers.items():
-            _send(sock, str(rank), frame, self._waker, deadline)
+        frame = msgspec.msgpack.encode(Frame(seq=self._seq, parts=parts))
+        for rank in self._peers:
+            self._send_to(rank, 1, frame, deadline)
         return parts
 
-    def _read(self, rank: int, count: int, deadline: float) -> list[bytes]:
-        data = _receive(self._peers[rank], str(rank), self._waker, deadline)
+    def _send_to(self, rank: int, count: int, frame: bytes, deadline: float) -> None:
         try:
-            frame = _FRAME.decode(data)
-        except msgspec.DecodeError as error:
-            raise Validation(f"rank {rank} sent no frame: {error}", rank=rank) from error
-        if frame.failure is not None:
-            kind = _KINDS.get(frame.kind, PeerLost)
-            raise kind(frame.failure, rank=frame.lost, phase=_PHASE)
+            send(self._peers[rank], str(rank), frame, self._waker, deadline)
+        except PeerLost:
+            self._read(rank, count, deadline)  # raises what it left as its last word, if anything
+            raise
+
+    def _read(self, rank: int, count: int, deadline: float) -> list[bytes]:
+        frame = receive_frame(self._peers[rank], rank, self._waker, deadline)
+        frame.check(rank, self._seq)
         if frame.seq != self._seq or len(frame.parts) != count:
             raise Validation(
                 f"rank {rank} is at exchange {frame.seq}, rank {self.rank} at {self._seq}",
                 rank=rank,
-                phase=_PHASE,
+                phase=PHASE,
             )
         return frame.parts
 
@@ -239,13 +196,32 @@ class Star:
         self._waker.close()
 
     def __repr__(self) -> str:
-        return f"<Star rank {self.rank} of {self.size}, {self._seq} exchanges>"
+        return f"<Star {self.epoch}, rank {self.rank} of {self.size}, {self._seq} exchanges>"
 
 
-def _wait(
+def receive_frame(sock: socket.socket, rank: int, waker: Waker, deadline: float) -> Frame:
+    """The next frame of `rank`.
+
+    Raises:
+        Validation: It is none.
+        PeerLost, PhaseTimeout, TransportAborted: It did not come.
+    """
+    data = receive(sock, str(rank), waker, deadline)
+    try:
+        return _FRAME.decode(data)
+    except msgspec.DecodeError as error:
+        raise Validation(f"rank {rank} sent no frame: {error}", rank=rank) from error
+
+
+def wait(
     names: Mapping[socket.socket, str], waker: Waker, deadline: float, *, write: bool = False
 ) -> set[socket.socket]:
-    """Wait until one of the sockets is ready; `names` says which ranks are waited for."""
+    """Wait until one of the sockets is ready; `names` says which ranks are waited for.
+
+    Raises:
+        PhaseTimeout: None was before the deadline; those that are waited for are named.
+        TransportAborted: `waker` was woken.
+    """
     waker.check()
     poller = select.poll()
     poller.register(waker.fileno(), select.POLLIN)
@@ -255,27 +231,35 @@ def _wait(
     ready = {by_fd[fd] for fd, _ in poller.poll(milliseconds_until(deadline)) if fd in by_fd}
     waker.check()
     if not ready and time.monotonic() >= deadline:
-        late = ", ".join(names.values())
+        late = ", ".join(name for name in names.values() if name)
         single = int(late) if late.isdigit() else None
-        raise PhaseTimeout(f"rank {late} did not come in time", rank=single, phase=_PHASE)
+        raise PhaseTimeout(f"rank {late} did not come in time", rank=single, phase=PHASE)
     return ready
 
 
-def _send(sock: socket.socket, rank: str, payload: bytes, waker: Waker, deadline: float) -> None:
+def any_readable(sockets: Iterable[socket.socket]) -> bool:
+    """Whether one of them has something to read right now, if only its end."""
+    poller = select.poll()
+    for sock in sockets:
+        poller.register(sock.fileno(), select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def send(sock: socket.socket, rank: str, payload: bytes, waker: Waker, deadline: float) -> None:
     data = memoryview(_HEADER.pack(len(payload)) + payload)
     while data:
         try:
             data = data[sock.send(data, socket.MSG_NOSIGNAL) :]
         except BlockingIOError:
-            _wait({sock: rank}, waker, deadline, write=True)
+            wait({sock: rank}, waker, deadline, write=True)
         except OSError as error:
             raise _lost(rank) from error
 
 
-def _receive(sock: socket.socket, rank: str, waker: Waker, deadline: float) -> bytes:
+def receive(sock: socket.socket, rank: str, waker: Waker, deadline: float) -> bytes:
     (length,) = _HEADER.unpack(_exactly(sock, rank, _HEADER.size, waker, deadline))
     if length > FRAME_LIMIT:
-        raise Validation(f"rank {rank} announced a frame of {length} bytes", phase=_PHASE)
+        raise Validation(f"rank {rank} announced a frame of {length} bytes", phase=PHASE)
     return _exactly(sock, rank, length, waker, deadline)
 
 
@@ -285,7 +269,7 @@ def _exactly(sock: socket.socket, rank: str, count: int, waker: Waker, deadline:
         try:
             part = sock.recv(count - len(data))
         except BlockingIOError:
-            _wait({sock: rank}, waker, deadline)
+            wait({sock: rank}, waker, deadline)
             continue
         except OSError as error:
             raise _lost(rank) from error
@@ -297,4 +281,4 @@ def _exactly(sock: socket.socket, rank: str, count: int, waker: Waker, deadline:
 
 def _lost(rank: str) -> PeerLost:
     number = int(rank) if rank.isdigit() else None
-    return PeerLost(f"trainer rank {rank} closed its connection or died", rank=number, phase=_PHASE)
+    return PeerLost(f"trainer rank {rank} closed its connection or died", rank=number, phase=PHASE)

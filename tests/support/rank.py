@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,34 @@ def say(**facts: object) -> None:
     sys.stdout.flush()
 
 
+async def leave_meeting(engine, options, sending) -> None:  # type: ignore[no-untyped-def]
+    """Cancel the rank --me while it waits at a meeting, for peers that a gate holds back."""
+    gone = Path(f"{options.store}-gone")
+
+    async def held(context) -> None:  # type: ignore[no-untyped-def]
+        while not gone.exists():
+            await asyncio.sleep(0.01)
+
+    if options.rank != options.me:
+        remove = engine.gate("start" if options.fault == "admit" else "complete", held)
+        await asyncio.wait([sending])
+        remove()
+        return
+    where = []
+    exchange = engine.ranks._exchange
+    engine.ranks._exchange = lambda at, *args, **named: (
+        where.append(at),
+        exchange(at, *args, **named),
+    )[1]
+    while options.fault not in where:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)  # into the wait itself
+    sending.cancel()
+    await asyncio.wait([sending])
+    del engine.ranks._exchange
+    gone.touch()
+
+
 async def one_round(engine, source, options, loop) -> None:  # type: ignore[no-untyped-def]
     budget = Budget(total=options.total, stall=3.0, cleanup=1.0)
     began = time.monotonic()
@@ -92,6 +121,9 @@ async def one_round(engine, source, options, loop) -> None:  # type: ignore[no-u
     if options.fault == "cancel" and source.rank == source.me:
         source.on_hold = lambda: (loop.call_soon_threadsafe(sending.cancel), time.sleep(0.05))
         source.fault = "hold"
+    leaving = None
+    if options.fault in ("admit", "end"):
+        leaving = asyncio.ensure_future(leave_meeting(engine, options, sending))
     error = kind = None
     report = None
     try:
@@ -106,8 +138,11 @@ async def one_round(engine, source, options, loop) -> None:  # type: ignore[no-u
         kind=kind,
         error=error,
         state=engine.state.value,
+        notes=report.notes if report else [],
         seconds=time.monotonic() - began,
     )
+    if leaving is not None:
+        await leaving
 
 
 async def main() -> None:

@@ -1,0 +1,97 @@
+"""The parts of a round that all trainer ranks take together: agree, iterate, leave.
+
+The ranks' own table is `aiosync.ranks`; what runs here runs on the source lane.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import anyio
+
+from aiosync.agreement import check_holdings, facts_of, holding_of
+from aiosync.errors import PeerLost
+from aiosync.ranks import earlier, may_return
+from aiosync.reporting import make_report
+from aiosync.source_pass import SourcePass
+from aiosync.streaming import pass_along
+from statemachines.tables import Trigger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiosync.ranks import Word
+    from aiosync.round import Round
+
+
+async def agree(this: Round) -> None:
+    """All ranks send the same, and every tensor is held by a rank that sends.
+
+    A ticket whose round was committed is answered here: one rank that remembers it is enough.
+    """
+    feed, _ = this.validated()
+    engine, ranks = this.engine, this.engine.ranks
+    ticket = this.settings.ticket
+    facts = {
+        **facts_of(feed),
+        "ticket": "none" if ticket is None else f"{ticket.id} (round {ticket.round})",
+        "version": f"{this.label} (order {this.version.order})",
+    }
+    holding = holding_of(feed, sends=engine.is_sender)
+    recorded = engine.tickets.recorded(ticket)
+    limit = time.monotonic() + earlier(anyio.current_effective_deadline() - anyio.current_time())
+
+    def meet() -> list[Word]:
+        return ranks.meet("admit", facts, holding, report=recorded, deadline=limit)
+
+    def on_lane() -> None:
+        words = _meet_first(this, limit, meet)
+        holdings = [word.holding for word in words if word.holding is not None]
+        check_holdings(feed.metadata, holdings, backend=engine.backend_name)
+        this.agreed = next((word.report for word in words if word.report is not None), None)
+
+    await engine.source_lane.run(on_lane, abort=ranks.abort, grace=this.source_grace)
+
+
+def _meet_first(this: Round, limit: float, meet: Callable[[], list[Word]]) -> list[Word]:
+    """The round's first meeting: nothing has moved, so a broken table can still be mended."""
+    ranks, recovers = this.engine.ranks, this.engine.recovers
+    if not ranks.broken:
+        try:
+            return meet()
+        except PeerLost as error:
+            if not (ranks.broken and recovers and may_return(error)):
+                raise
+    elif not recovers:
+        raise PeerLost(
+            "the trainer ranks lost each other in an earlier round",
+            phase="admit",
+            next_step="on all ranks: await engine.shutdown(), then engine.initialize()",
+        )
+    ranks.regather(limit)
+    this.notes.append(f"the trainer ranks sat down again (epoch {ranks.epoch})")
+    return meet()
+
+
+async def take_part(this: Round) -> None:
+    """The round of a rank that does not send: it stays in the source's collectives."""
+    feed, _ = this.validated()
+    engine = this.engine
+    the_pass = SourcePass(feed, engine.ranks, None)
+    await pass_along(the_pass, grace=this.source_grace, lane=engine.source_lane)
+    this.released.set()
+    engine.machine.fire(Trigger.FINALIZE, **this.facts())
+
+
+async def conclude(this: Round) -> None:
+    """All ranks leave with rank 0's report."""
+    engine, ranks = this.engine, this.engine.ranks
+    if ranks.size == 1:
+        return
+    mine = make_report(this, None, took=this.elapsed) if engine.is_sender else None
+
+    def on_lane() -> None:
+        this.agreed = ranks.conclude(mine)  # here: a cancellation must not lose it
+
+    await engine.source_lane.run(on_lane, abort=ranks.abort, grace=this.budget.cleanup / 2)
