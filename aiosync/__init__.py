@@ -229,6 +229,7 @@ if TYPE_CHECKING:
     from aiosync.report import (
         Report as Report,
     )
+    from aiosync.round_options import RoundOptions as RoundOptions
     from aiosync.server import (
         WeightUpdateService as WeightUpdateService,
     )
@@ -253,6 +254,7 @@ if TYPE_CHECKING:
     from aiosync.sources import (
         WeightSource as WeightSource,
     )
+    from aiosync.ticket import RoundTicket as RoundTicket
     from aiosync.trainer import TrainerWeightTransferEngine as TrainerWeightTransferEngine
     from aiosync.version import Version as Version
     from aiosync.worker import WeightTransferEngine as WeightTransferEngine
@@ -313,6 +315,8 @@ _LAZY = {
     "PlanSummary": "aiosync.memory_plan",
     "Replicate": "aiosync.metadata",
     "Report": "aiosync.report",
+    "RoundOptions": "aiosync.round_options",
+    "RoundTicket": "aiosync.ticket",
     "RoundHeader": "aiosync.messages",
     "RoundProgress": "aiosync.handle",
     "Shard": "aiosync.metadata",
