@@ -132,6 +132,7 @@ class Admission:
         if self.current is None:
             self._admit(round)
         else:
+            round.phase = "wait"
             self._queue.append(round)
 
     def make_inner(self, settings: RoundSettings) -> Round:

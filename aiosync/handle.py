@@ -28,7 +28,7 @@ class RoundProgress(msgspec.Struct, frozen=True, kw_only=True):
     """A moment of a round.
 
     Attributes:
-        phase: admit, start, update, prepare or finish.
+        phase: wait (for its turn), admit, start, update, prepare or finish.
         nbytes: Payload bytes taken from the source so far.
         total_bytes: Payload bytes of the whole round; 0 until the plan is made.
         state: State of the trainer engine.
@@ -77,6 +77,7 @@ class WeightUpdate:
 
     @property
     def version(self) -> Version:
+        """What the round carries; without a label of its own settled when its turn comes."""
         return self._round.version
 
     @property
@@ -104,7 +105,7 @@ class WeightUpdate:
         plan = self._round.plan
         return RoundProgress(
             phase=self._round.phase,
-            nbytes=self._round.engine.sent_bytes(),
+            nbytes=self._round.nbytes,
             total_bytes=plan.total_bytes if plan is not None else 0,
             state=State(self._round.engine.machine.state).value,
         )

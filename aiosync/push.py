@@ -31,49 +31,13 @@ T = TypeVar("T")
 
 
 @final
-class PushSource:
-    """Announces what `like` does, or the metadata of `begin`, and yields what is offered.
+class Offers:
+    """What one session has to give: one tensor at a time. On the event loop."""
 
-    All but `metadata` and `owned_names` happens on the event loop.
-    """
-
-    is_async = True
-
-    def __init__(self, like: Any) -> None:
-        self._like = like
-        self._given: Sequence[ParamMeta] | None = None
+    def __init__(self) -> None:
         self._is_complete = self._is_over = self._is_asking = False
         self._offer: Pair | None = None
         self._changed = anyio.Event()
-
-    @property
-    def metadata(self) -> Any:
-        return self._like.metadata if self._given is None else self._given
-
-    def owned_names(self, rank: int) -> list[str]:
-        named = getattr(self._like, "owned_names", None)
-        if self._given is None and named is not None:
-            return list(named(rank))
-        return [meta.name for meta in self.metadata if meta.owners is None or rank in meta.owners]
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        return {} if self._given is not None else dict(getattr(self._like, "aliases", None) or {})
-
-    @property
-    def left_out(self) -> list[str]:
-        return [] if self._given is not None else list(getattr(self._like, "left_out", None) or ())
-
-    def check(self, metadata: Sequence[ParamMeta] | None) -> None:
-        """Refuse a round of which nobody says what comes."""
-        if metadata is None and self._like is None:
-            raise Validation("the engine has no source: say what comes, session(metadata=[...])")
-
-    def begin(self, metadata: Sequence[ParamMeta] | None) -> None:
-        """A new round: nothing has been offered yet."""
-        self._given = metadata
-        self._is_complete = self._is_over = self._is_asking = False
-        self._offer = None
 
     async def asks(self) -> bool:
         """Wait until a pass asks for its first tensor; False if the round ended instead."""
@@ -105,7 +69,8 @@ class PushSource:
             if self._offer is mine:
                 self._offer = None
 
-    async def iter_full(self) -> AsyncIterator[Pair]:
+    async def taken(self) -> AsyncIterator[Pair]:
+        """What is offered, one after the other; each is copied out when the next is asked for."""
         while True:
             while self._offer is None:
                 if self._is_complete:
@@ -121,6 +86,52 @@ class PushSource:
     def _change(self) -> None:
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
+
+
+@final
+class PushSource:
+    """Announces what `like` does, or the metadata of a session, and yields what it offers.
+
+    One for all sessions of an engine, so that feed and plan are kept between them.
+    """
+
+    is_async = True
+
+    def __init__(self, like: Any) -> None:
+        self._like = like
+        self._given: Sequence[ParamMeta] | None = None
+        self._offers: Offers | None = None
+
+    @property
+    def metadata(self) -> Any:
+        return self._like.metadata if self._given is None else self._given
+
+    def owned_names(self, rank: int) -> list[str]:
+        named = getattr(self._like, "owned_names", None)
+        if self._given is None and named is not None:
+            return list(named(rank))
+        return [meta.name for meta in self.metadata if meta.owners is None or rank in meta.owners]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        return {} if self._given is not None else dict(getattr(self._like, "aliases", None) or {})
+
+    @property
+    def left_out(self) -> list[str]:
+        return [] if self._given is not None else list(getattr(self._like, "left_out", None) or ())
+
+    def check(self, metadata: Sequence[ParamMeta] | None) -> None:
+        """Refuse a session of which nobody says what comes."""
+        if metadata is None and self._like is None:
+            raise Validation("the engine has no source: say what comes, session(metadata=[...])")
+
+    def begin(self, metadata: Sequence[ParamMeta] | None, offers: Offers) -> None:
+        """It is the turn of the session that has `offers`."""
+        self._given, self._offers = metadata, offers
+
+    def iter_full(self) -> AsyncIterator[Pair]:
+        assert self._offers is not None  # `begin` came first
+        return self._offers.taken()
 
 
 @final
@@ -143,6 +154,7 @@ class PushSession:
         self._engine = engine
         self._settings = settings
         self._metadata = None if metadata is None else list(metadata)
+        self._offers = Offers()
         self._update: WeightUpdate | None = None
         self._is_open = False
 
@@ -175,7 +187,7 @@ class PushSession:
         update = self.update
         if not self._is_open:
             raise Validation("the session is over", tensor=name)
-        if not await self._guarded(self._source.offer, name, tensor):
+        if not await self._guarded(self._offers.offer, name, tensor):
             await update.wait()
 
     async def __aenter__(self) -> Self:
@@ -186,24 +198,21 @@ class PushSession:
         source: PushSource = side.source
         source.check(self._metadata)
         this = engine.admission.make(self._settings, side)
+        offers = self._offers
         stirred = anyio.Event()
-
-        def begin() -> None:  # not before its turn: the source may be another session's until then
-            source.begin(self._metadata)
-            this.over.then(source.end)
-
-        this.turn.then(begin)
+        # Not before its turn: until then the source may be another session's.
+        this.turn.then(lambda: source.begin(self._metadata, offers))
+        this.over.then(offers.end)
         for milestone in (this.turn, this.over):
             milestone.then(stirred.set)
         engine.admission.join(this)
-        self._source = source
         self._update = engine.start_round(this)
         await self._guarded(stirred.wait)
         if not this.turn.is_set():
             await self._update.wait()
         # Not before: until the ranks have met the source lane is theirs, and a gather that the
         # caller puts there would wait for ranks that wait for this one.
-        if not await self._guarded(self._source.asks):
+        if not await self._guarded(self._offers.asks):
             await self._update.wait()
         self._is_open = True
         return self
@@ -213,7 +222,7 @@ class PushSession:
         if error is not None:
             await self._give_up()
             return
-        self._source.complete()
+        self._offers.complete()
         await self._guarded(self.update.wait)
 
     async def _guarded(self, fn: Callable[..., Awaitable[T]], *args: Any) -> T:

@@ -25,7 +25,7 @@ def make_report(round: Round, error: BaseException | None, *, took: float) -> Re
         version=round.version,
         round=round.number,
         backend=engine.backend_name,
-        nbytes=engine.sent_bytes(),
+        nbytes=round.nbytes,
         seconds={**round.seconds, "total": took},
         members=[_member(link, committed=error is None) for link in round.links],
         digest=summary.digest if summary is not None else None,

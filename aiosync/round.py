@@ -74,13 +74,19 @@ class Round:
         self.feed: SourceFeed | None = None
         self.plan: Plan | None = None
         self.summary: StreamSummary | None = None
-        self.links: list[MemberLink] = engine.links
+        self.links: list[MemberLink] = []
+        """The members; those of the engine from this round's turn on."""
         self.sent_finish = False
         self.agreed: Report | None = None
         """A report that stands for this round: rank 0's, or that of an inner or repeated one."""
         self._waiting = anyio.CancelScope()
         self._scope = anyio.CancelScope()
         self._began = time.monotonic()
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes taken from the source so far."""
+        return self.engine.sent_bytes() if self.turn.is_set() else 0
 
     @property
     def elapsed(self) -> float:
@@ -143,13 +149,12 @@ class Round:
     async def _take_turn(self) -> None:
         """Wait while other rounds have the slot; nothing of this one has begun."""
         if not self.turn.is_set():
-            self.phase = "wait"
             try:
                 with self._within(self._waiting):
                     await self.turn.wait()
             finally:
                 self.seconds["wait"] = self.elapsed
-        self.phase = "admit"
+        self.phase, self.links = "admit", self.engine.links
         self.engine.admission.resolve(self)
 
     @contextmanager
@@ -296,7 +301,7 @@ class Round:
 
     def facts(self) -> dict[str, Any]:
         """What every flip of this round says about it."""
-        return {"round": self.number, "version": self.label, "nbytes": self.engine.sent_bytes()}
+        return {"round": self.number, "version": self.label, "nbytes": self.nbytes}
 
     def header(self, link: MemberLink) -> RoundHeader | None:
         """The ``aiosync`` object of every call of this round to `link`."""
