@@ -170,3 +170,31 @@ async def test_a_rank_that_was_killed_is_named_in_every_later_round_in_time(tmp_
         assert said[0][1]["kind"] == said[0][2]["kind"] == "PhaseTimeout"
         facts = await worker.wait_state("initialized", "failed", "idle")
         assert facts["weights"] == "intact"
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_all_ranks_carry_out_the_same_ticket(tmp_path):
+    async with replica(kind="ranks", seed=2) as worker:
+        said = await train(2, tmp_path, worker, ticket="same", rounds=2)
+        for rank in said:
+            assert [word.get("outcome") for word in rank[:2]] == ["committed"] * 2
+            assert [word["round"] for word in rank[:2]] == [1, 2]
+        assert (await worker.facts())["version"] == 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("which", "me"), [("other", 1), ("stale", 0), ("stale", 1)])
+async def test_a_ticket_that_one_rank_cannot_take_ends_the_round_on_all(which, me, tmp_path):
+    async with replica(kind="ranks", seed=2) as worker:
+        old = await worker.facts()
+        said = await train(2, tmp_path, worker, ticket=which, me=me, rounds=2)
+        expected = {"other": ("Validation", "ticket differs"), "stale": ("PhaseTimeout", "expired")}
+        kind, text = expected[which]
+        for rank in said:
+            assert rank[0]["kind"] == kind
+            assert text in rank[0]["error"]
+            assert rank[0]["state"] == "initialized"
+            assert rank[1]["outcome"] == "committed"
+        assert (await worker.facts())["prints"] != old["prints"]

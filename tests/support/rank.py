@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -86,6 +87,25 @@ def say(**facts: object) -> None:
     sys.stdout.flush()
 
 
+async def a_ticket(engine, options) -> str:  # type: ignore[no-untyped-def]
+    """Rank 0 issues it, the others read it; --ticket says which rank gets another one."""
+    card = Path(f"{options.store}-ticket-{options.version}")
+    if options.rank == 0:
+        issued = engine.make_ticket(version=options.version, timeout=options.total)
+        card.with_suffix(".new").write_text(issued.encode())
+        card.with_suffix(".new").rename(card)
+    while not card.exists():
+        await asyncio.sleep(0.01)
+    word = card.read_text()
+    if options.rank == options.me and options.version == 1:
+        ticket = aiosync.RoundTicket.decode(word)
+        if options.ticket == "other":
+            return msgspec.structs.replace(ticket, id="another").encode()
+        if options.ticket == "stale":
+            return msgspec.structs.replace(ticket, issued_at=ticket.issued_at - 900).encode()
+    return word
+
+
 async def leave_meeting(engine, options, sending) -> None:  # type: ignore[no-untyped-def]
     """Cancel the rank --me while it waits at a meeting, for peers that a gate holds back."""
     gone = Path(f"{options.store}-gone")
@@ -117,7 +137,10 @@ async def leave_meeting(engine, options, sending) -> None:  # type: ignore[no-un
 async def one_round(engine, source, options, loop) -> None:  # type: ignore[no-untyped-def]
     budget = Budget(total=options.total, stall=3.0, cleanup=1.0)
     began = time.monotonic()
-    sending = asyncio.ensure_future(engine.send_weights(version=options.version, budget=budget))
+    what = {"version": options.version}
+    if options.ticket:
+        what = {"ticket": await a_ticket(engine, options)}
+    sending = asyncio.ensure_future(engine.send_weights(**what, budget=budget))
     if options.fault == "cancel" and source.rank == source.me:
         source.on_hold = lambda: (loop.call_soon_threadsafe(sending.cancel), time.sleep(0.05))
         source.fault = "hold"
@@ -139,6 +162,7 @@ async def one_round(engine, source, options, loop) -> None:  # type: ignore[no-u
         error=error,
         state=engine.state.value,
         notes=report.notes if report else [],
+        round=report.round if report else None,
         seconds=time.monotonic() - began,
     )
     if leaving is not None:
@@ -155,6 +179,7 @@ async def main() -> None:
     parser.add_argument("--me", type=int, default=-1)
     parser.add_argument("--at", type=int, default=-1)
     parser.add_argument("--odd", help="what differs on the rank --me: dtype or shape")
+    parser.add_argument("--ticket", help="same; or what rank --me gets: other, stale")
     parser.add_argument("--total", type=float, default=15.0)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
