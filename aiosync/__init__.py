@@ -10,81 +10,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from aiosync import errors as errors
-from aiosync.errors import (
-    AiosyncError as AiosyncError,
-)
-from aiosync.errors import (
-    Busy as Busy,
-)
-from aiosync.errors import (
-    Coverage as Coverage,
-)
-from aiosync.errors import (
-    DigestMismatch as DigestMismatch,
-)
-from aiosync.errors import (
-    Fenced as Fenced,
-)
-from aiosync.errors import (
-    GateRejected as GateRejected,
-)
-from aiosync.errors import (
-    InvalidTransition as InvalidTransition,
-)
-from aiosync.errors import (
-    LanePoisoned as LanePoisoned,
-)
-from aiosync.errors import (
-    LocalError as LocalError,
-)
-from aiosync.errors import (
-    OutcomeUnknown as OutcomeUnknown,
-)
-from aiosync.errors import (
-    OutOfSharedMemory as OutOfSharedMemory,
-)
-from aiosync.errors import (
-    PeerLost as PeerLost,
-)
-from aiosync.errors import (
-    PhaseTimeout as PhaseTimeout,
-)
-from aiosync.errors import (
-    ProtocolMismatch as ProtocolMismatch,
-)
-from aiosync.errors import (
-    ReentrantTransition as ReentrantTransition,
-)
-from aiosync.errors import (
-    Refused as Refused,
-)
-from aiosync.errors import (
-    RemoteError as RemoteError,
-)
-from aiosync.errors import (
-    RoundCancelled as RoundCancelled,
-)
-from aiosync.errors import (
-    Torn as Torn,
-)
-from aiosync.errors import (
-    TransportAborted as TransportAborted,
-)
-from aiosync.errors import (
-    Unauthorized as Unauthorized,
-)
-from aiosync.errors import (
-    Validation as Validation,
-)
-from aiosync.errors import (
-    WrongLoop as WrongLoop,
-)
-from aiosync.errors import (
-    WrongProcess as WrongProcess,
-)
-from aiosync.errors import (
-    WrongThread as WrongThread,
-)
+from aiosync.errors import AiosyncError as AiosyncError
+from aiosync.errors import Busy as Busy
+from aiosync.errors import Coverage as Coverage
+from aiosync.errors import DigestMismatch as DigestMismatch
+from aiosync.errors import Fenced as Fenced
+from aiosync.errors import GateRejected as GateRejected
+from aiosync.errors import InvalidTransition as InvalidTransition
+from aiosync.errors import LanePoisoned as LanePoisoned
+from aiosync.errors import LocalError as LocalError
+from aiosync.errors import OutcomeUnknown as OutcomeUnknown
+from aiosync.errors import OutOfSharedMemory as OutOfSharedMemory
+from aiosync.errors import PeerLost as PeerLost
+from aiosync.errors import PhaseTimeout as PhaseTimeout
+from aiosync.errors import ProtocolMismatch as ProtocolMismatch
+from aiosync.errors import ReentrantTransition as ReentrantTransition
+from aiosync.errors import Refused as Refused
+from aiosync.errors import RemoteError as RemoteError
+from aiosync.errors import RoundCancelled as RoundCancelled
+from aiosync.errors import Torn as Torn
+from aiosync.errors import TransportAborted as TransportAborted
+from aiosync.errors import Unauthorized as Unauthorized
+from aiosync.errors import Validation as Validation
+from aiosync.errors import WrongLoop as WrongLoop
+from aiosync.errors import WrongProcess as WrongProcess
+from aiosync.errors import WrongThread as WrongThread
 
 if TYPE_CHECKING:
     from aiosync.budget import Budget as Budget
@@ -109,6 +59,9 @@ if TYPE_CHECKING:
     from aiosync.client import (
         sync_client as sync_client,
     )
+    from aiosync.client_protocol import Readiness as Readiness
+    from aiosync.client_protocol import Reply as Reply
+    from aiosync.concurrency import Milestone as Milestone
     from aiosync.config import (
         TrainerInitInfo as TrainerInitInfo,
     )
@@ -142,6 +95,8 @@ if TYPE_CHECKING:
     from aiosync.engines.gloo import (
         GlooWeightTransferEngine as GlooWeightTransferEngine,
     )
+    from aiosync.engines.gloo import GlooWeightTransferInitInfo as GlooWeightTransferInitInfo
+    from aiosync.engines.gloo import GlooWeightTransferUpdateInfo as GlooWeightTransferUpdateInfo
     from aiosync.engines.ipc import (
         IPCTrainerInitInfo as IPCTrainerInitInfo,
     )
@@ -168,6 +123,12 @@ if TYPE_CHECKING:
     )
     from aiosync.engines.loopback import (
         LoopbackWeightTransferEngine as LoopbackWeightTransferEngine,
+    )
+    from aiosync.engines.loopback import (
+        LoopbackWeightTransferInitInfo as LoopbackWeightTransferInitInfo,
+    )
+    from aiosync.engines.loopback import (
+        LoopbackWeightTransferUpdateInfo as LoopbackWeightTransferUpdateInfo,
     )
     from aiosync.factory import (
         WeightTransferEngineFactory as WeightTransferEngineFactory,
@@ -229,7 +190,11 @@ if TYPE_CHECKING:
     from aiosync.report import (
         Report as Report,
     )
+    from aiosync.round_options import Next as Next
     from aiosync.round_options import RoundOptions as RoundOptions
+    from aiosync.routes import Response as Response
+    from aiosync.routes import ServedEngine as ServedEngine
+    from aiosync.server import Server as Server
     from aiosync.server import (
         WeightUpdateService as WeightUpdateService,
     )
@@ -259,6 +224,8 @@ if TYPE_CHECKING:
     from aiosync.version import Version as Version
     from aiosync.worker import WeightTransferEngine as WeightTransferEngine
     from aiosync.worker_group import WorkerGroup as WorkerGroup
+    from statemachines import HookStatistics as HookStatistics
+    from statemachines import HubStatistics as HubStatistics
     from statemachines import (
         Subscription as Subscription,
     )
@@ -280,6 +247,7 @@ if TYPE_CHECKING:
     from statemachines.tables import (
         Weights as Weights,
     )
+    from transports.sharing import SharedStorage as SharedStorage
 
 _LAZY = {
     "Budget": "aiosync.budget",
@@ -292,7 +260,11 @@ _LAZY = {
     "GlooTrainerInitInfo": "aiosync.engines.gloo",
     "GlooTrainerWeightTransferEngine": "aiosync.engines.gloo",
     "GlooWeightTransferEngine": "aiosync.engines.gloo",
+    "GlooWeightTransferInitInfo": "aiosync.engines.gloo",
+    "GlooWeightTransferUpdateInfo": "aiosync.engines.gloo",
     "HTTPVLLMWeightSyncClient": "aiosync.client",
+    "HookStatistics": "statemachines",
+    "HubStatistics": "statemachines",
     "IPCTrainerInitInfo": "aiosync.engines.ipc",
     "IPCTrainerWeightTransferEngine": "aiosync.engines.ipc",
     "IPCWeightTransferEngine": "aiosync.engines.ipc",
@@ -305,22 +277,32 @@ _LAZY = {
     "LoopbackWeightTransferEngine": "aiosync.engines.loopback",
     "InPlaceSink": "aiosync.sinks",
     "LayerwiseSink": "aiosync.layerwise",
+    "LoopbackWeightTransferInitInfo": "aiosync.engines.loopback",
+    "LoopbackWeightTransferUpdateInfo": "aiosync.engines.loopback",
     "Member": "aiosync.fleet",
     "MemberOutcome": "aiosync.report",
+    "Milestone": "aiosync.concurrency",
     "ModuleSource": "aiosync.sources",
+    "Next": "aiosync.round_options",
     "ParamMeta": "aiosync.metadata",
     "PeerState": "aiosync.messages",
     "PushSession": "aiosync.push",
     "Placement": "aiosync.metadata",
     "PlanSummary": "aiosync.memory_plan",
+    "Readiness": "aiosync.client_protocol",
     "Replicate": "aiosync.metadata",
+    "Reply": "aiosync.client_protocol",
     "Report": "aiosync.report",
+    "Response": "aiosync.routes",
     "RoundOptions": "aiosync.round_options",
     "RoundTicket": "aiosync.ticket",
     "RoundHeader": "aiosync.messages",
     "RoundProgress": "aiosync.handle",
+    "ServedEngine": "aiosync.routes",
+    "Server": "aiosync.server",
     "Shard": "aiosync.metadata",
     "RelaySink": "aiosync.relay",
+    "SharedStorage": "transports.sharing",
     "Sink": "aiosync.sinks",
     "StagedSink": "aiosync.sinks",
     "TensorReceiver": "aiosync.relay",

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from aiosync.config import TrainerInitInfo, WeightTransferInitInfo
-from aiosync.engines.streamed import StreamedTrainerEngine, StreamedWorkerEngine
+from aiosync.engines.streamed import StreamedTrainerEngine, StreamedWorkerEngine, StreamUpdateInfo
 from aiosync.errors import Validation
 from transports.loopback import LoopbackLink
 
 if TYPE_CHECKING:
     from aiosync.members import MemberLink
     from transports.stream import Receiver, Sender
+
+LoopbackWeightTransferUpdateInfo = StreamUpdateInfo
 
 _LINKS: weakref.WeakValueDictionary[str, LoopbackLink] = weakref.WeakValueDictionary()
 """Links of this process by name: what an init info can carry. Dropped links leave by themselves."""
