@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from aiosync.handle import RoundProgress, WeightUpdate
     from aiosync.report import Report
+    from aiosync.ticket import RoundTicket
     from aiosync.trainer import TrainerWeightTransferEngine
     from statemachines.tables import State
 
@@ -89,6 +90,14 @@ class BlockingSync:
         return self._call(
             "send_weights", lambda: self.engine.send_weights(version=version, **options)
         )
+
+    def make_ticket(self, **options: Any) -> RoundTicket:
+        """A ticket for the next round; takes what the engine's `make_ticket` does."""
+
+        async def make() -> RoundTicket:
+            return self.engine.make_ticket(**options)
+
+        return self._call("make_ticket", make)
 
     def begin_update(self, *, version: Any = NEXT, **options: Any) -> BlockingUpdate:
         """Start a round in the background and return its handle."""

@@ -26,6 +26,7 @@ from aiosync.concurrency import first_line
 from aiosync.errors import PeerLost, RoundCancelled, Validation
 from aiosync.messages import ErrorInfo, error_info, to_error
 from aiosync.report import Report
+from aiosync.version import Version
 from transports.star import ALIVE, Star
 from transports.waker import Waker
 
@@ -44,12 +45,23 @@ class Seat(Protocol):
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says at a meeting."""
+    """What one rank says at a meeting.
+
+    Attributes:
+        at: Where it is; all must be at the same place.
+        stop: Why it does not go on.
+        facts: Things that must be equal on all ranks, by name.
+        holding: What it contributes.
+        version: What it would send; `follows` says that rank 0 may name another one.
+        report: What became of this very round, where it knows.
+    """
 
     at: str
     stop: ErrorInfo | None = None
     facts: dict[str, str] = {}
     holding: Holding | None = None
+    version: Version | None = None
+    follows: bool = False
     report: Report | None = None
 
 
@@ -142,22 +154,11 @@ class TrainerRanks:
             if self._reason is None:
                 self._reason = reason or RoundCancelled(f"rank {self.rank} was cancelled")
 
-    def meet(
-        self,
-        at: str,
-        facts: dict[str, str] | None = None,
-        holding: Holding | None = None,
-        *,
-        report: Report | None = None,
-        deadline: float | None = None,
-    ) -> list[Word]:
+    def meet(self, mine: Word | str, *, deadline: float | None = None) -> list[Word]:
         """Agree to go on.
 
         Args:
-            at: Where this rank is; all must be at the same place.
-            facts: Things that must be equal on all ranks, by name.
-            holding: What this rank contributes.
-            report: What became of this very round, where this rank remembers it.
+            mine: What this rank says, or only where it is.
             deadline: Of this meeting, if it is not the round's.
 
         Returns:
@@ -170,13 +171,12 @@ class TrainerRanks:
         """
         with self._lock:
             reason = self._reason
+        word = Word(at=mine) if isinstance(mine, str) else mine
         if self.size == 1:
             if reason is not None:
                 raise reason
-            return [Word(at=at, holding=holding, report=report)]
-        words = self._exchange(
-            at, reason, facts or {}, holding=holding, report=report, deadline=deadline
-        )
+            return [word]
+        words = self._exchange(word, reason, deadline)
         self._settle(words, reason)
         return words
 
@@ -186,7 +186,7 @@ class TrainerRanks:
         A no-op where they left together, or where there are none.
         """
         if self.size > 1 and not self.parted:
-            self._exchange(at, reason, {})
+            self._exchange(Word(at=at), reason)
 
     def conclude(self, report: Report | None) -> Report | None:
         """The last meeting: rank 0 brings the report, all leave with it."""
@@ -194,24 +194,17 @@ class TrainerRanks:
             reason = self._reason if self.rank else None  # rank 0 has committed: too late to stop
         if self.size == 1:
             return report
-        words = self._exchange("end", reason, {}, report=report)
+        words = self._exchange(Word(at="end", report=report), reason)
         if words[0].report is None:
             self._settle(words, reason)
         return words[0].report
 
     def _exchange(
-        self,
-        at: str,
-        reason: BaseException | None,
-        facts: dict[str, str],
-        *,
-        holding: Holding | None = None,
-        report: Report | None = None,
-        deadline: float | None = None,
+        self, word: Word, reason: BaseException | None, deadline: float | None = None
     ) -> list[Word]:
         limit = self.deadline if deadline is None else deadline
-        info = None if reason is None else _info(reason)
-        word = Word(at=at, stop=info, facts=facts, holding=holding, report=report)
+        if reason is not None:
+            word = msgspec.structs.replace(word, stop=_info(reason))
         try:
             parts = self._star.exchange(msgspec.json.encode(word), deadline=limit)
             words = [_WORD.decode(part) for part in parts]

@@ -200,8 +200,13 @@ class Round:
             engine.tickets.check_plan(self)
             await engine.machine.pass_gates(Trigger.START, version=self.label)
             await together.agree(self)
+            if self.agreed is None:
+                engine.tickets.check_unused(self.settings.ticket)
         if self.agreed is not None:
-            return  # the ticket's round was committed before: answered from the record
+            # The ticket's round was committed before: answered from the record.
+            if engine.tickets.recorded(self.settings.ticket) is None:
+                engine.committed(self)  # this rank had left before it could learn that
+            return
         engine.next_round(self)
         engine.machine.fire(Trigger.START, round=self.number, version=self.label)
         if engine.is_sender:

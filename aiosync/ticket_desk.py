@@ -90,7 +90,7 @@ class TicketDesk:
             Validation: Names the field of the ticket.
             PhaseTimeout: It has expired.
         """
-        ticket, engine = settings.ticket, self._engine
+        ticket = settings.ticket
         if ticket is None or self.recorded(ticket) is not None:
             return
         _check_target(ticket.target)
@@ -102,12 +102,20 @@ class TicketDesk:
                 phase="admit",
                 next_step=f"{_NEW_ONE}; if it was fresh, set the clocks",
             )
-        if ticket.round <= engine.rounds:
+        self.check_epochs(ticket)
+
+    def check_unused(self, ticket: RoundTicket | None) -> None:
+        """Refuse a ticket whose round, or a later one, has started here.
+
+        Raises:
+            Validation: Names both numbers.
+        """
+        rounds = self._engine.rounds
+        if ticket is not None and ticket.round <= rounds:
             raise _refusal(
                 f"ticket.round is {ticket.round}, which was used already: this engine is at round"
-                f" {engine.rounds}"
+                f" {rounds}"
             )
-        self.check_epochs(ticket)
 
     def check_epochs(self, ticket: RoundTicket) -> None:
         """Refuse a ticket that was issued while the workers were held otherwise.

@@ -9,11 +9,13 @@ import time
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 
 from aiosync.agreement import check_holdings, facts_of, holding_of
-from aiosync.errors import PeerLost
-from aiosync.ranks import earlier, may_return
+from aiosync.errors import PeerLost, Validation
+from aiosync.ranks import Word, earlier, may_return
 from aiosync.reporting import make_report
+from aiosync.round_options import NEXT
 from aiosync.source_pass import SourcePass
 from aiosync.streaming import pass_along
 from statemachines.tables import Trigger
@@ -21,7 +23,6 @@ from statemachines.tables import Trigger
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiosync.ranks import Word
     from aiosync.round import Round
 
 
@@ -36,22 +37,54 @@ async def agree(this: Round) -> None:
     facts = {
         **facts_of(feed),
         "ticket": "none" if ticket is None else f"{ticket.id} (round {ticket.round})",
-        "version": f"{this.label} (order {this.version.order})",
     }
+    follows = this.settings.version is NEXT and ticket is None
     holding = holding_of(feed, sends=engine.is_sender)
     recorded = engine.tickets.recorded(ticket)
     limit = time.monotonic() + earlier(anyio.current_effective_deadline() - anyio.current_time())
 
     def meet() -> list[Word]:
-        return ranks.meet("admit", facts, holding, report=recorded, deadline=limit)
+        mine = Word(
+            at="admit",
+            facts=facts,
+            holding=holding,
+            version=this.version,
+            follows=follows,
+            report=recorded,
+        )
+        return ranks.meet(mine, deadline=limit)
 
     def on_lane() -> None:
         words = _meet_first(this, limit, meet)
+        _agree_on_version(this, words)
         holdings = [word.holding for word in words if word.holding is not None]
         check_holdings(feed.metadata, holdings, backend=engine.backend_name)
         this.agreed = next((word.report for word in words if word.report is not None), None)
 
     await engine.source_lane.run(on_lane, abort=ranks.abort, grace=this.source_grace)
+
+
+def _agree_on_version(this: Round, words: list[Word]) -> None:
+    """A rank that asked for the next version takes rank 0's: it may have missed the last round.
+
+    Raises:
+        Validation: A rank asked for another one; named.
+    """
+    lead = words[0].version
+    if lead is None:
+        return
+    for rank, word in enumerate(words):
+        its = word.version
+        if its is None or word.follows or (its.label, its.order) == (lead.label, lead.order):
+            continue
+        raise Validation(
+            f"version differs between trainer ranks: rank 0 has {lead} (order {lead.order}),"
+            f" rank {rank} has {its} (order {its.order})",
+            rank=rank,
+            phase="admit",
+        )
+    if words[this.engine.ranks.rank].follows:
+        this.version = msgspec.structs.replace(lead, lineage=this.version.lineage)
 
 
 def _meet_first(this: Round, limit: float, meet: Callable[[], list[Word]]) -> list[Word]:

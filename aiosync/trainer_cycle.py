@@ -104,6 +104,7 @@ class TrainerCycle:
         async def body() -> None:
             await self.ensure_initialized(this)
             engine.tickets.check(this.settings)
+            engine.tickets.check_unused(this.settings.ticket)
             engine.tickets.check_plan(this)
             await kept_alive(this, step)
             self._check_finished()

@@ -136,14 +136,21 @@ async def test_a_rank_that_dies_is_named_and_the_others_end_in_time(tmp_path):
 @pytest.mark.asyncio
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("size", "me", "at"), [(2, 1, "admit"), (2, 0, "admit"), (3, 1, "admit"), (2, 1, "end")]
+    ("size", "me", "at", "options"),
+    [
+        (2, 1, "admit", {}),
+        (2, 0, "admit", {}),
+        (3, 1, "admit", {}),
+        (2, 1, "end", {}),
+        (2, 1, "end", {"next": "yes"}),
+    ],
 )
 async def test_a_rank_cancelled_inside_a_meeting_takes_part_in_the_next_round(
-    size, me, at, tmp_path, losses
+    size, me, at, options, tmp_path, losses
 ):
     calm = await undisturbed(size, tmp_path, losses)
     async with replica(kind="ranks", seed=2) as worker:
-        said = await train(size, tmp_path, worker, fault=at, me=me)
+        said = await train(size, tmp_path, worker, fault=at, me=me, **options)
         assert said[me][0]["kind"] == "CancelledError"
         for rank, loss in zip(said, calm, strict=True):
             assert rank[0]["seconds"] < 10
@@ -198,3 +205,17 @@ async def test_a_ticket_that_one_rank_cannot_take_ends_the_round_on_all(which, m
             assert rank[0]["state"] == "initialized"
             assert rank[1]["outcome"] == "committed"
         assert (await worker.facts())["prints"] != old["prints"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_a_rank_that_left_before_the_end_learns_from_the_ticket_what_became_of_it(tmp_path):
+    async with replica(kind="ranks", seed=2) as worker:
+        said = await train(
+            2, tmp_path, worker, ticket="same", again="yes", fault="end", me=1, rounds=2
+        )
+        assert said[1][0]["kind"] == "CancelledError"
+        for rank in said:
+            assert rank[1]["outcome"] == "committed"
+            assert (rank[1]["round"], rank[1]["version"]) == (1, 1)
+        assert (await worker.facts())["version"] == 1

@@ -90,7 +90,7 @@ def say(**facts: object) -> None:
 async def a_ticket(engine, options) -> str:  # type: ignore[no-untyped-def]
     """Rank 0 issues it, the others read it; --ticket says which rank gets another one."""
     card = Path(f"{options.store}-ticket-{options.version}")
-    if options.rank == 0:
+    if options.rank == 0 and not card.exists():
         issued = engine.make_ticket(version=options.version, timeout=options.total)
         card.with_suffix(".new").write_text(issued.encode())
         card.with_suffix(".new").rename(card)
@@ -121,11 +121,8 @@ async def leave_meeting(engine, options, sending) -> None:  # type: ignore[no-un
         return
     where = []
     exchange = engine.ranks._exchange
-    engine.ranks._exchange = lambda at, *args, **named: (
-        where.append(at),
-        exchange(at, *args, **named),
-    )[1]
-    while options.fault not in where:
+    engine.ranks._exchange = lambda word, *args: (where.append(word.at), exchange(word, *args))[1]
+    while options.fault not in where and not sending.done():
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)  # into the wait itself
     sending.cancel()
@@ -137,7 +134,7 @@ async def leave_meeting(engine, options, sending) -> None:  # type: ignore[no-un
 async def one_round(engine, source, options, loop) -> None:  # type: ignore[no-untyped-def]
     budget = Budget(total=options.total, stall=3.0, cleanup=1.0)
     began = time.monotonic()
-    what = {"version": options.version}
+    what = {} if options.next else {"version": options.version}
     if options.ticket:
         what = {"ticket": await a_ticket(engine, options)}
     sending = asyncio.ensure_future(engine.send_weights(**what, budget=budget))
@@ -179,6 +176,8 @@ async def main() -> None:
     parser.add_argument("--me", type=int, default=-1)
     parser.add_argument("--at", type=int, default=-1)
     parser.add_argument("--odd", help="what differs on the rank --me: dtype or shape")
+    parser.add_argument("--next", help="leave the version out")
+    parser.add_argument("--again", help="give the ticket of the first round again")
     parser.add_argument("--ticket", help="same; or what rank --me gets: other, stale")
     parser.add_argument("--total", type=float, default=15.0)
     parser.add_argument("--rounds", type=int, default=2)
@@ -205,7 +204,7 @@ async def main() -> None:
     async with engine:
         for number in range(options.rounds):
             await one_round(engine, source, options, loop)
-            options.version += 1
+            options.version += 0 if options.again else 1
             if number == 0:
                 source.fault = options.fault = None
         say(loss=await engine.source_lane.run(step, model, optimizer))
