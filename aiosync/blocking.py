@@ -27,9 +27,14 @@ if TYPE_CHECKING:
 
     from anyio.from_thread import BlockingPortal
 
+    from aiosync.admission import Next
+    from aiosync.client_protocol import VLLMWeightSyncClient
+    from aiosync.fleet import Member
     from aiosync.handle import RoundProgress, WeightUpdate
     from aiosync.report import Report
+    from aiosync.sources import Source
     from aiosync.trainer import TrainerWeightTransferEngine
+    from aiosync.version import Version
     from statemachines.tables import State
 
 T = TypeVar("T")
@@ -37,7 +42,12 @@ _AFTER_INTERRUPT_S: Final = 3 * DEFAULTS.cleanup_s
 
 
 @contextmanager
-def connect(model: Any, *, workers: Sequence[Any] | str, **options: Any) -> Iterator[BlockingSync]:
+def connect(
+    model: Source,
+    *,
+    workers: Sequence[str | VLLMWeightSyncClient | Member] | str,
+    **options: Any,
+) -> Iterator[BlockingSync]:
     """Like `aiosync.connect`, for code without an event loop.
 
     Raises:
@@ -69,7 +79,7 @@ def refuse_inside_a_loop(what: str) -> None:
 class BlockingSync:
     """An initialised trainer engine whose calls block. Made by `connect`."""
 
-    def __init__(self, engine: TrainerWeightTransferEngine[Any], portal: BlockingPortal) -> None:
+    def __init__(self, engine: TrainerWeightTransferEngine, portal: BlockingPortal) -> None:
         self.engine = engine
         self._portal = portal
 
@@ -81,7 +91,7 @@ class BlockingSync:
     def last_report(self) -> Report | None:
         return self.engine.last_report
 
-    def send_weights(self, *, version: Any = NEXT, **options: Any) -> Report:
+    def send_weights(self, *, version: int | str | Version | Next = NEXT, **options: Any) -> Report:
         """Bring every worker to the source's present weights; blocks until each has confirmed.
 
         Takes and raises what `TrainerWeightTransferEngine.send_weights` does.
@@ -90,7 +100,9 @@ class BlockingSync:
             "send_weights", lambda: self.engine.send_weights(version=version, **options)
         )
 
-    def begin_update(self, *, version: Any = NEXT, **options: Any) -> BlockingUpdate:
+    def begin_update(
+        self, *, version: int | str | Version | Next = NEXT, **options: Any
+    ) -> BlockingUpdate:
         """Start a round in the background and return its handle."""
 
         async def begin() -> WeightUpdate:

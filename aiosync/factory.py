@@ -6,9 +6,16 @@ import functools
 import importlib
 import logging
 from importlib.metadata import entry_points
-from typing import Any, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 from aiosync.errors import Validation
+
+if TYPE_CHECKING:
+    from aiosync.client_protocol import VLLMWeightSyncClient
+    from aiosync.config import TrainerInitInfo
+    from aiosync.sources import Source
+    from aiosync.trainer import TrainerWeightTransferEngine
+    from aiosync.worker import WeightTransferEngine
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -106,7 +113,9 @@ class WeightTransferEngineFactory:
 
     @staticmethod
     def register_engine(
-        name: str, module_path_or_cls: str | type[Any], class_name: str | None = None
+        name: str,
+        module_path_or_cls: str | type[WeightTransferEngine[Any, Any]],
+        class_name: str | None = None,
     ) -> None:
         """See `Registry.register`."""
         _WORKERS.register(name, module_path_or_cls, class_name)
@@ -114,7 +123,7 @@ class WeightTransferEngineFactory:
     @staticmethod
     def create_engine(
         config: Any, vllm_config: Any = None, device: Any = None, model: Any = None, **options: Any
-    ) -> Any:
+    ) -> WeightTransferEngine:
         """Construct the worker engine that ``config.backend`` names; nothing is opened yet.
 
         Args:
@@ -127,7 +136,10 @@ class WeightTransferEngineFactory:
         backend = getattr(config, "backend", None)
         if not isinstance(backend, str):
             raise Validation(f"config must have a backend's name in .backend, not {config!r}")
-        return _WORKERS.get(backend)(config, vllm_config, device, model, **options)
+        engine: WeightTransferEngine = _WORKERS.get(backend)(
+            config, vllm_config, device, model, **options
+        )
+        return engine
 
 
 @final
@@ -136,7 +148,9 @@ class WeightTransferTrainerFactory:
 
     @staticmethod
     def register_engine(
-        name: str, module_path_or_cls: str | type[Any], class_name: str | None = None
+        name: str,
+        module_path_or_cls: str | type[TrainerWeightTransferEngine[Any]],
+        class_name: str | None = None,
     ) -> None:
         """See `Registry.register`."""
         _TRAINERS.register(name, module_path_or_cls, class_name)
@@ -148,14 +162,21 @@ class WeightTransferTrainerFactory:
 
     @staticmethod
     async def trainer_init(
-        init_info: Any, *, client: Any, source: Any = None, **options: Any
-    ) -> Any:
+        init_info: TrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient | None,
+        source: Source | None = None,
+        **options: Any,
+    ) -> TrainerWeightTransferEngine:
         """Construct and initialise the trainer engine that ``init_info.backend`` names."""
         backend = getattr(init_info, "backend", None)
         if not isinstance(backend, str):
             raise Validation(f"init_info must be a TrainerInitInfo, not {init_info!r}")
         cls = _TRAINERS.get(backend)
-        return await cls.trainer_init(init_info, client=client, source=source, **options)
+        engine: TrainerWeightTransferEngine = await cls.trainer_init(
+            init_info, client=client, source=source, **options
+        )
+        return engine
 
 
 def available_backends() -> dict[str, list[str]]:

@@ -13,6 +13,8 @@ from aiosync.members import MemberLink, fan_out
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aiosync.client_protocol import VLLMWeightSyncClient
+
 
 @final
 class Member:
@@ -23,9 +25,11 @@ class Member:
         client: A `VLLMWeightSyncClient`, or a URL (``http://...`` or ``unix:///path``).
     """
 
-    def __init__(self, name: str, client: Any) -> None:
+    def __init__(self, name: str, client: VLLMWeightSyncClient | str) -> None:
         self.name = name
-        self.client = HTTPVLLMWeightSyncClient(client) if isinstance(client, str) else client
+        self.client: VLLMWeightSyncClient = (
+            HTTPVLLMWeightSyncClient(client) if isinstance(client, str) else client
+        )
 
     def __repr__(self) -> str:
         return f"Member({self.name!r}, {self.client!r})"
@@ -41,7 +45,9 @@ class FleetClient:
         members: `Member` objects, clients, or URLs; at least one, names unique.
     """
 
-    def __init__(self, members: Sequence[Any], *, policy: str = "all") -> None:
+    def __init__(
+        self, members: Sequence[str | VLLMWeightSyncClient | Member], *, policy: str = "all"
+    ) -> None:
         if policy != "all":
             raise Validation(f"policy must be 'all', not {policy!r}")
         if isinstance(members, str) or not isinstance(members, Iterable):

@@ -16,6 +16,8 @@ from aiosync.fleet import FleetClient, Member
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from aiosync.client_protocol import VLLMWeightSyncClient
+    from aiosync.sources import Source
     from aiosync.trainer import TrainerWeightTransferEngine
     from statemachines.hub import TransitionHub
 
@@ -24,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def connect(
-    model: Any,
+    model: Source,
     *,
-    workers: Sequence[Any] | str,
+    workers: Sequence[str | VLLMWeightSyncClient | Member] | str,
     backend: str = "auto",
     token: str | None = None,
     token_file: str | None = None,
     hub: TransitionHub | None = None,
     **options: Any,
-) -> AsyncIterator[TrainerWeightTransferEngine[Any]]:
+) -> AsyncIterator[TrainerWeightTransferEngine]:
     """An initialised trainer engine for `model`, closed when the block is left.
 
     Args:

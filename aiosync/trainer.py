@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 import secrets
 from abc import ABC
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
 
 from aiosync.admission import NEXT, Admission
 from aiosync.budget import Budget, check_seconds
 from aiosync.concurrency import Supervisor, run_to_end, to_its_end
-from aiosync.config import check_identity
+from aiosync.config import TrainerInit, check_identity
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
 from aiosync.handle import in_background
 from aiosync.lane_calls import as_seen_here
 from aiosync.members import links_of
-from aiosync.overrides import is_inside, wrap_steps
+from aiosync.overrides import class_step, is_inside, step, wrap_steps
 from aiosync.proxy import ClientProxy
 from aiosync.push import open_session
 from aiosync.ranks import TrainerRanks, gathered
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from aiosync.admission import Next
+    from aiosync.client_protocol import VLLMWeightSyncClient
     from aiosync.feed import SourceFeed
     from aiosync.handle import WeightUpdate
     from aiosync.members import MemberLink
     from aiosync.report import Report
     from aiosync.round import Round
+    from aiosync.sources import Source
     from aiosync.version import Version
     from statemachines.hub import TransitionHub
     from transports.lane import LaneFactory, LaneLike
     from transports.planning import Plan
     from transports.stream import StreamSummary
 
-Init = TypeVar("Init")
 
-
-class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
+class TrainerWeightTransferEngine(Watchable, ABC, Generic[TrainerInit]):
     """Sends a source's weights to the workers behind `client`.
 
     Args:
@@ -88,8 +88,8 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
     def __init__(
         self,
         *,
-        client: Any,
-        source: Any = None,
+        client: VLLMWeightSyncClient | None,
+        source: Source | None = None,
         is_sender: bool = True,
         rank: int = 0,
         hub: TransitionHub | None = None,
@@ -102,7 +102,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         if recover not in ("auto", "manual"):
             raise Validation(f"recover must be 'auto' or 'manual', not {recover!r}")
         check_identity(rank, lineage, hub)
-        self.source = None if source is None else as_source(source)
+        self.source: Any = None if source is None else as_source(source)
         self.is_sender = is_sender
         self.rank = rank
         self.name = name or f"{self.backend_name}-trainer-{rank}"
@@ -128,21 +128,17 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
 
     # -- what a backend implements ---------------------------------------------------------------
 
-    @classmethod
+    @class_step
     async def trainer_init(
-        cls,
-        init_info: Init,
+        cls: Any,
+        init_info: TrainerInit,
         *,
-        client: Any,
-        source: Any = None,
+        client: VLLMWeightSyncClient | None,
+        source: Source | None = None,
         group: Any = None,
         hub: TransitionHub | None = None,
-    ) -> Self:
-        """Construct and `initialize`.
-
-        Raises:
-            What `initialize` raises; nothing is left open then.
-        """
+    ) -> Any:
+        """Construct and `initialize`; nothing is left open if that raises."""
         engine = cls.from_init_info(init_info, client=client, source=source, hub=hub)
         try:
             await engine.gather_ranks(group)
@@ -154,7 +150,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
 
     @classmethod
     def from_init_info(
-        cls, init_info: Init, *, client: Any, source: Any, hub: TransitionHub | None
+        cls, init_info: TrainerInit, *, client: Any, source: Any, hub: TransitionHub | None
     ) -> Self:
         """Construct from the typed init info, without touching a worker."""
         raise NotImplementedError(f"{cls.__name__} must override trainer_init or from_init_info")
@@ -231,6 +227,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
         self.cycle.fenced = None
         await open_channel(self, timeout)
 
+    @step
     async def send_weights(
         self,
         *,
