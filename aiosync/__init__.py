@@ -258,6 +258,9 @@ if TYPE_CHECKING:
     from aiosync.worker import WeightTransferEngine as WeightTransferEngine
     from aiosync.worker_group import WorkerGroup as WorkerGroup
     from statemachines import (
+        GateContext as GateContext,
+    )
+    from statemachines import (
         Subscription as Subscription,
     )
     from statemachines import (
@@ -286,6 +289,7 @@ _LAZY = {
     "Defaults": "aiosync.defaults",
     "ENGINE": "statemachines.tables",
     "FleetClient": "aiosync.fleet",
+    "GateContext": "statemachines",
     "GenerationGate": "aiosync.generation",
     "GlooTrainerInitInfo": "aiosync.engines.gloo",
     "GlooTrainerWeightTransferEngine": "aiosync.engines.gloo",
@@ -359,13 +363,15 @@ __version__ = "0.1.0"
 __all__ = sorted({*_LAZY, *errors.__all__} - {"KINDS"})
 
 
-def __getattr__(name: str) -> Any:
-    module = _LAZY.get(name)
-    if module is None:
-        raise AttributeError(f"module 'aiosync' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        module = _LAZY.get(name)
+        if module is None:
+            raise AttributeError(f"module 'aiosync' has no attribute {name!r}")
+        value = getattr(importlib.import_module(module), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -27,6 +27,8 @@ from transports.lane import Lane
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from aiosync.worker import WeightTransferEngine
+
 __all__ = ["Response", "ServedEngine", "Server", "WeightUpdateService", "routes_of", "serve"]
 
 T = TypeVar("T")
@@ -130,7 +132,7 @@ class Server:
 
 @asynccontextmanager
 async def serve(
-    engine: ServedEngine,
+    engine: ServedEngine | WeightTransferEngine[Any, Any],
     *,
     host: str | None = None,
     port: int | None = None,

@@ -10,7 +10,7 @@ from statemachines.tables import State
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from statemachines import Subscription, Transition, TransitionHub
+    from statemachines import Check, Subscription, Transition, TransitionHub
     from statemachines.machine import StateMachine
 
 BUSY = (State.UPDATING, State.FINALIZING)
@@ -35,13 +35,11 @@ class Watchable:
         """Call `hook` inside every flip; returns its remover. It must not block, raise or fire."""
         return self.machine.on_transition(hook)
 
-    def subscribe(self, **options: Any) -> Subscription:
-        """A bounded subscription (``size=``, ``since=``) to this engine's transitions."""
-        return self.machine.subscribe(**options)
+    def subscribe(self, *, size: int = 256, since: int | None = None) -> Subscription:
+        """A subscription to this engine's transitions that keeps the newest `size` of them."""
+        return self.machine.subscribe(size=size, since=since)
 
-    def gate(
-        self, trigger: str, check: Callable[..., Any], *, timeout: float = 30.0
-    ) -> Callable[[], None]:
+    def gate(self, trigger: str, check: Check, *, timeout: float = 30.0) -> Callable[[], None]:
         """Have `check` judge ``initialize``, ``start`` or ``complete`` before the flip.
 
         Returning False or raising vetoes (`GateRejected`, state unchanged; a vetoed ``complete``
