@@ -368,7 +368,9 @@ if not TYPE_CHECKING:  # type checkers would accept any name
     def __getattr__(name: str) -> Any:
         module = _LAZY.get(name)
         if module is None:
-            raise AttributeError(f"module 'aiosync' has no attribute {name!r}")
+            from aiosync.former_names import unknown
+
+            raise unknown("module 'aiosync'", name)
         value = getattr(importlib.import_module(module), name)
         globals()[name] = value
         return value

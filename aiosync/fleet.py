@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 from aiosync.client import HTTPVLLMWeightSyncClient
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
+from aiosync.former_names import KnowsFormerNames
 from aiosync.members import MemberLink, fan_out
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Member:
 
 
 @final
-class FleetClient:
+class FleetClient(KnowsFormerNames):
     """Reaches every member, waits for all, and raises with each member's name on failure.
 
     Commit policy ``"all"``: a round is committed when every member has it.

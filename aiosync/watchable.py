@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import InvalidTransition
+from aiosync.former_names import KnowsFormerNames
 from statemachines.tables import State
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 BUSY = (State.UPDATING, State.FINALIZING)
 
 
-class Watchable:
+class Watchable(KnowsFormerNames):
     """State, events and gates of an engine."""
 
     machine: StateMachine
