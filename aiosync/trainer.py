@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
 from aiosync.admission import NEXT, Admission
 from aiosync.budget import Budget, check_seconds
 from aiosync.concurrency import Supervisor, run_to_end, to_its_end
-from aiosync.config import TrainerInit, check_identity
+from aiosync.config import TrainerInit as Init
+from aiosync.config import check_identity
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
 from aiosync.handle import in_background
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from transports.stream import StreamSummary
 
 
-class TrainerWeightTransferEngine(Watchable, ABC, Generic[TrainerInit]):
+class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
     """Sends a source's weights to the workers behind `client`.
 
     Args:
@@ -131,7 +132,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[TrainerInit]):
     @class_step
     async def trainer_init(
         cls: Any,
-        init_info: TrainerInit,
+        init_info: Init,
         *,
         client: VLLMWeightSyncClient | None,
         source: Source | None = None,
@@ -150,7 +151,7 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[TrainerInit]):
 
     @classmethod
     def from_init_info(
-        cls, init_info: TrainerInit, *, client: Any, source: Any, hub: TransitionHub | None
+        cls, init_info: Init, *, client: Any, source: Any, hub: TransitionHub | None
     ) -> Self:
         """Construct from the typed init info, without touching a worker."""
         raise NotImplementedError(f"{cls.__name__} must override trainer_init or from_init_info")

@@ -14,7 +14,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias
 
 from aiosync.concurrency import to_its_end
-from aiosync.config import Update, WorkerInit
+from aiosync.config import Update
+from aiosync.config import WorkerInit as Init
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
 from aiosync.generation import GateState, GenerationGate
@@ -57,7 +58,7 @@ _STEPS = {
 }
 
 
-class WeightTransferEngine(Watchable, ABC, Generic[WorkerInit, Update]):
+class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
     """Takes weights into a model, on one worker rank.
 
     Cancelling a call leaves the work to the round's session; `abort_weight_update` and the lease
@@ -131,7 +132,7 @@ class WeightTransferEngine(Watchable, ABC, Generic[WorkerInit, Update]):
     @step
     @abstractmethod
     def init_transfer_engine(
-        self, init_info: WorkerInit | Info, *, header: RoundHeader | None = None
+        self, init_info: Init | Info, *, header: RoundHeader | None = None
     ) -> Awaited:
         """Open the channel; may be called again after `shutdown`."""
 
@@ -246,9 +247,9 @@ class WeightTransferEngine(Watchable, ABC, Generic[WorkerInit, Update]):
         """
         await self.cycle.abort(reason, header=header)
 
-    def parse_init_info(self, init_info: Any) -> WorkerInit:
+    def parse_init_info(self, init_info: Any) -> Init:
         """Typed init info out of a dict; `Validation` names the path of a bad field."""
-        info: WorkerInit = parse_info(self.init_info_cls, init_info, what="init_info")
+        info: Init = parse_info(self.init_info_cls, init_info, what="init_info")
         return info
 
     def parse_update_info(self, update_info: Any) -> Update:
