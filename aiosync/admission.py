@@ -48,7 +48,6 @@ class Admission:
         self.leaving: str | None = None
         """What frees the channel right now: no round may begin beside it."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = os.getpid()
 
     def check(self) -> None:
         """Raise unless a round could begin right now.
@@ -72,6 +71,7 @@ class Admission:
                 f"round {self.current.number} (version {self.current.version.label}) is under way"
                 f" in phase {self.current.phase}",
                 phase="admit",
+                next_step="await it, or pass on_busy='wait' or 'supersede' to send_weights",
             )
 
     def check_free(self) -> None:
@@ -107,9 +107,10 @@ class Admission:
         return self.current
 
     def check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self._engine.pid:
             raise WrongProcess(
-                f"{self._engine.name} belongs to process {self._pid}; make a new engine in this one"
+                f"{self._engine.name} belongs to process {self._engine.pid};"
+                " make a new engine in this one"
             )
 
     async def wait_turn(self, on_busy: str, budget: Budget) -> Budget:
@@ -147,8 +148,11 @@ class Admission:
 
         Args:
             source_side: Where the tensors come from, if not from the engine's own source.
+
+        Raises:
+            WrongLoop: No event loop runs here.
         """
-        self._loop = asyncio.get_running_loop()
+        self._loop = _running_loop()
         target = self._resolve(version)
         self.current = Round(
             self._engine, target, budget, rollback=rollback, source_side=source_side
@@ -178,3 +182,14 @@ class Admission:
     def _check_loop(self) -> None:
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
             raise WrongLoop(f"{self._engine.name} is in a round under another event loop")
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise WrongLoop(
+            "a round needs a running event loop, and there is none here",
+            phase="admit",
+            next_step="call this inside a coroutine, or use aiosync.blocking",
+        ) from None

@@ -5,6 +5,7 @@
 
 Calls may come from any thread. Ctrl-C during a call cancels the round and is then raised. Inside a
 running event loop every call refuses: it would block that loop; `await` the async engine there.
+A block that is never left (`connect(...).__enter__()` in a REPL) ends with the interpreter.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import anyio
-from anyio.from_thread import start_blocking_portal
 
 from aiosync.admission import NEXT
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import WrongLoop
 from aiosync.front_door import connect as connect_async
+from aiosync.loop_thread import loop_thread
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -54,12 +55,9 @@ def connect(
         WrongLoop: Called inside a running event loop.
     """
     refuse_inside_a_loop("connect")
-    with (
-        start_blocking_portal("asyncio") as portal,
-        portal.wrap_async_context_manager(
-            connect_async(model, workers=workers, **options)
-        ) as engine,
-    ):
+    with loop_thread("aiosync-blocking") as (portal, stack):
+        opening = connect_async(model, workers=workers, **options)
+        engine = stack.enter_context(portal.wrap_async_context_manager(opening))
         yield BlockingSync(engine, portal)
 
 
@@ -112,6 +110,7 @@ class BlockingSync:
 
     def _call(self, what: str, fn: Callable[[], Awaitable[T]]) -> T:
         refuse_inside_a_loop(what)
+        self.engine.admission.check_process()  # a forked child would wait for a thread it lacks
         future: concurrent.futures.Future[T] = self._portal.start_task_soon(fn)
         try:
             return future.result()

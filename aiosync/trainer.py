@@ -326,18 +326,15 @@ class TrainerWeightTransferEngine(Watchable, ABC, Generic[Init]):
             self.machine.fire(Trigger.FAIL, error="closed during a round")
         elif self.state is State.INITIALIZED:
             await run_to_end(lambda: say_goodbye(self), seconds=DEFAULTS.cleanup_s)
-        self.dispose()
-        self.source_side.close()
-        self.ranks.close()
+        self.free()
         if self.machine.may(Trigger.CLOSE):
             self.machine.fire(Trigger.CLOSE)
         self._versions.close()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
+    def free(self) -> None:
+        self.dispose()
+        self.source_side.close()
+        self.ranks.close()
 
     def __repr__(self) -> str:
         version = self.version.label if self.version else None

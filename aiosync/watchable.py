@@ -1,8 +1,11 @@
-"""What both engine kinds show of their state machine."""
+"""What both engine kinds show of their state machine, and how they end."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Self
 
 from aiosync.errors import InvalidTransition
 from aiosync.former_names import KnowsFormerNames
@@ -15,12 +18,49 @@ if TYPE_CHECKING:
     from statemachines.machine import StateMachine
 
 BUSY = (State.UPDATING, State.FINALIZING)
+logger = logging.getLogger(__name__)
 
 
 class Watchable(KnowsFormerNames):
-    """State, events and gates of an engine."""
+    """State, events and gates of an engine, and its end."""
 
     machine: StateMachine
+    name: str
+    pid: int
+    """The process that made the engine; a forked child only inherits it."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        del args, options
+        self = super().__new__(cls)
+        self.pid = os.getpid()
+        return self
+
+    async def aclose(self) -> None:
+        """End the engine. Idempotent."""
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """Let go of threads, sockets and memory, without an event loop; nobody is told."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # At exit the process's end frees everything, and a lock may belong to a thread that is
+        # no more. A forked child has neither the threads nor the right to speak for its parent.
+        if "machine" not in self.__dict__ or sys.is_finalizing() or self.pid != os.getpid():
+            return
+        if self.state not in (State.IDLE, State.CLOSED):
+            logger.error(
+                "%s was dropped in state %s, and the other side was not told: use `async with`,"
+                " or `await engine.aclose()`",
+                self.name,
+                self.state.value,
+            )
+        self.free()
 
     @property
     def state(self) -> State:

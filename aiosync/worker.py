@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import secrets
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias
 
 from aiosync.concurrency import to_its_end
 from aiosync.config import Update
@@ -354,6 +354,9 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
 
     async def _close(self) -> None:
         await self.cycle.close()
+        self.free()
+
+    def free(self) -> None:
         self.close_lane()
         for sink in self._sinks.values():
             sink.release()  # spare memory as large as the model
@@ -364,12 +367,6 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         lane, self._lane = self._lane, None
         if lane is not None:
             lane.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
 
     def __repr__(self) -> str:
         version = self.version.label if self.version else None
