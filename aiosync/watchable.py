@@ -53,13 +53,14 @@ class Watchable(KnowsFormerNames):
         # no more. A forked child has neither the threads nor the right to speak for its parent.
         if "machine" not in self.__dict__ or sys.is_finalizing() or self.pid != os.getpid():
             return
-        if self.state not in (State.IDLE, State.CLOSED):
-            logger.error(
-                "%s was dropped in state %s, and the other side was not told: use `async with`,"
-                " or `await engine.aclose()`",
-                self.name,
-                self.state.value,
-            )
+        if self.state in (State.IDLE, State.CLOSED):
+            return  # it holds nothing; or its constructor raised, and half of it is missing
+        logger.error(
+            "%s was dropped in state %s, and the other side was not told: use `async with`,"
+            " or `await engine.aclose()`",
+            self.name,
+            self.state.value,
+        )
         self.free()
 
     @property
