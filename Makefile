@@ -54,6 +54,7 @@ lint: $(VENV)/.stamp-dev
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(PY) -m mypy examples benchmarks
 
 # A stamp is out of date as soon as one of the two files that decide what is installed is newer.
 $(VENV)/.stamp-run: pyproject.toml constraints.txt | $(VENV)/.stamp-venv

@@ -224,6 +224,9 @@ if TYPE_CHECKING:
     from aiosync.version import Version as Version
     from aiosync.worker import WeightTransferEngine as WeightTransferEngine
     from aiosync.worker_group import WorkerGroup as WorkerGroup
+    from statemachines import (
+        GateContext as GateContext,
+    )
     from statemachines import HookStatistics as HookStatistics
     from statemachines import HubStatistics as HubStatistics
     from statemachines import (
@@ -256,6 +259,7 @@ _LAZY = {
     "Defaults": "aiosync.defaults",
     "ENGINE": "statemachines.tables",
     "FleetClient": "aiosync.fleet",
+    "GateContext": "statemachines",
     "GenerationGate": "aiosync.generation",
     "GlooTrainerInitInfo": "aiosync.engines.gloo",
     "GlooTrainerWeightTransferEngine": "aiosync.engines.gloo",
@@ -345,13 +349,17 @@ __version__ = "0.1.0"
 __all__ = sorted({*_LAZY, *errors.__all__} - {"KINDS"})
 
 
-def __getattr__(name: str) -> Any:
-    module = _LAZY.get(name)
-    if module is None:
-        raise AttributeError(f"module 'aiosync' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        module = _LAZY.get(name)
+        if module is None:
+            from aiosync.former_names import unknown
+
+            raise unknown("module 'aiosync'", name)
+        value = getattr(importlib.import_module(module), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -40,7 +40,6 @@ class Admission:
         self.leaving: str | None = None
         """What frees the channel right now: no round may begin beside it."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = os.getpid()
 
     def check(self) -> None:
         """Raise unless a round could begin right now.
@@ -53,7 +52,11 @@ class Admission:
         """
         self._check_open()
         if self.current is not None:
-            raise Busy(self.current.describe(), phase="admit")
+            raise Busy(
+                self.current.describe(),
+                phase="admit",
+                next_step="await it, or pass on_busy='wait' or 'supersede'",
+            )
 
     def _check_open(self) -> None:
         self.check_process()
@@ -63,7 +66,7 @@ class Admission:
         if self.leaving is not None:
             text = f"{self.leaving} of this engine is under way"
             raise Busy(text, phase="admit", detail=self._engine.standing())
-        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+        if self._loop is not None and self._loop is not _running_loop():
             raise WrongLoop(f"{self._engine.name} is in a round under another event loop")
 
     def check_free(self) -> None:
@@ -100,9 +103,10 @@ class Admission:
         return self._ahead()
 
     def check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self._engine.pid:
             raise WrongProcess(
-                f"{self._engine.name} belongs to process {self._pid}; make a new engine in this one"
+                f"{self._engine.name} belongs to process {self._engine.pid};"
+                " make a new engine in this one"
             )
 
     def make(self, settings: RoundSettings, source_side: SourceSide | None = None) -> Round:
@@ -110,7 +114,11 @@ class Admission:
 
         Args:
             source_side: Where the tensors come from, if not from the engine's own source.
+
+        Raises:
+            WrongLoop: No event loop runs here.
         """
+        _running_loop()
         return Round(self._engine, self._resolve(settings), settings, source_side=source_side)
 
     def join(self, round: Round) -> None:
@@ -124,7 +132,7 @@ class Admission:
             self.check()
         else:
             self._check_open()
-        self._loop = asyncio.get_running_loop()
+        self._loop = _running_loop()
         if on_busy == "supersede":
             for other in self._ahead():
                 if not other.is_same(round):  # a call repeated with its ticket waits for itself
@@ -142,7 +150,7 @@ class Admission:
             settings = msgspec.structs.replace(settings, ticket=outer.settings.ticket)
         round = self.make(settings)
         round.outer = outer
-        self._loop = asyncio.get_running_loop()
+        self._loop = _running_loop()
         self._admit(round)
         return round
 
@@ -190,3 +198,14 @@ class Admission:
         if settings.ticket is not None:
             return check_version(settings.version, settings.ticket)
         return self.next_after(settings.version)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise WrongLoop(
+            "a round needs a running event loop, and there is none here",
+            phase="admit",
+            next_step="call this inside a coroutine, or use aiosync.blocking",
+        ) from None

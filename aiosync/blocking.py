@@ -5,6 +5,7 @@
 
 Calls may come from any thread. Ctrl-C during a call cancels the round and is then raised. Inside a
 running event loop every call refuses: it would block that loop; `await` the async engine there.
+A block that is never left (`connect(...).__enter__()` in a REPL) ends with the interpreter.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import anyio
-from anyio.from_thread import start_blocking_portal
 
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import WrongLoop
 from aiosync.front_door import connect as connect_async
+from aiosync.loop_thread import loop_thread
 from aiosync.round_options import NEXT
 
 if TYPE_CHECKING:
@@ -27,10 +28,15 @@ if TYPE_CHECKING:
 
     from anyio.from_thread import BlockingPortal
 
+    from aiosync.client_protocol import VLLMWeightSyncClient
+    from aiosync.fleet import Member
     from aiosync.handle import RoundProgress, WeightUpdate
     from aiosync.report import Report
+    from aiosync.round_options import Next
+    from aiosync.sources import Source
     from aiosync.ticket import RoundTicket
     from aiosync.trainer import TrainerWeightTransferEngine
+    from aiosync.version import Version
     from statemachines.tables import State
 
 T = TypeVar("T")
@@ -38,19 +44,21 @@ _AFTER_INTERRUPT_S: Final = 3 * DEFAULTS.cleanup_s
 
 
 @contextmanager
-def connect(model: Any, *, workers: Sequence[Any] | str, **options: Any) -> Iterator[BlockingSync]:
+def connect(
+    model: Source,
+    *,
+    workers: Sequence[str | VLLMWeightSyncClient | Member] | str,
+    **options: Any,
+) -> Iterator[BlockingSync]:
     """Like `aiosync.connect`, for code without an event loop.
 
     Raises:
         WrongLoop: Called inside a running event loop.
     """
     refuse_inside_a_loop("connect")
-    with (
-        start_blocking_portal("asyncio") as portal,
-        portal.wrap_async_context_manager(
-            connect_async(model, workers=workers, **options)
-        ) as engine,
-    ):
+    with loop_thread("aiosync-blocking") as (portal, stack):
+        opening = connect_async(model, workers=workers, **options)
+        engine = stack.enter_context(portal.wrap_async_context_manager(opening))
         yield BlockingSync(engine, portal)
 
 
@@ -70,7 +78,7 @@ def refuse_inside_a_loop(what: str) -> None:
 class BlockingSync:
     """An initialised trainer engine whose calls block. Made by `connect`."""
 
-    def __init__(self, engine: TrainerWeightTransferEngine[Any], portal: BlockingPortal) -> None:
+    def __init__(self, engine: TrainerWeightTransferEngine, portal: BlockingPortal) -> None:
         self.engine = engine
         self._portal = portal
 
@@ -82,7 +90,7 @@ class BlockingSync:
     def last_report(self) -> Report | None:
         return self.engine.last_report
 
-    def send_weights(self, *, version: Any = NEXT, **options: Any) -> Report:
+    def send_weights(self, *, version: int | str | Version | Next = NEXT, **options: Any) -> Report:
         """Bring every worker to the source's present weights; blocks until each has confirmed.
 
         Takes and raises what `TrainerWeightTransferEngine.send_weights` does.
@@ -99,7 +107,9 @@ class BlockingSync:
 
         return self._call("make_ticket", make)
 
-    def begin_update(self, *, version: Any = NEXT, **options: Any) -> BlockingUpdate:
+    def begin_update(
+        self, *, version: int | str | Version | Next = NEXT, **options: Any
+    ) -> BlockingUpdate:
         """Start a round in the background and return its handle."""
 
         async def begin() -> WeightUpdate:
@@ -109,6 +119,7 @@ class BlockingSync:
 
     def _call(self, what: str, fn: Callable[[], Awaitable[T]]) -> T:
         refuse_inside_a_loop(what)
+        self.engine.admission.check_process()  # a forked child would wait for a thread it lacks
         future: concurrent.futures.Future[T] = self._portal.start_task_soon(fn)
         try:
             return future.result()

@@ -23,6 +23,7 @@ from aiosync.codec import encode_json
 from aiosync.connections import Connections, Endpoint
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import ProtocolMismatch, Validation
+from aiosync.former_names import KnowsFormerNames
 from aiosync.ipc_handles import with_pickled_handles
 from aiosync.replies import read_readiness, read_reply
 
@@ -53,7 +54,7 @@ _NO_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 @final
-class HTTPVLLMWeightSyncClient:
+class HTTPVLLMWeightSyncClient(KnowsFormerNames):
     """One inference server, over TCP or a Unix socket.
 
     Every method takes ``timeout=`` for this one call, and ``header=`` where a round has one; it

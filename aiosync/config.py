@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from typing_extensions import TypeVar  # known to every type checker
+
     from aiosync.sink_base import Sink
+else:
+    from typing import TypeVar
 
 SINKS = ("staged", "in_place", "layerwise")
 VERIFY = ("digest", "counts")
@@ -122,3 +126,14 @@ class TrainerInitInfo:
     @property
     def is_sender(self) -> bool:
         return self.rank == 0
+
+
+if TYPE_CHECKING:
+    # Without type arguments an engine is one whose infos are not known any further.
+    TrainerInit = TypeVar("TrainerInit", default=TrainerInitInfo)
+    WorkerInit = TypeVar("WorkerInit", default=WeightTransferInitInfo)
+    Update = TypeVar("Update", default=WeightTransferUpdateInfo)
+else:  # Python 3.11 has no defaults
+    TrainerInit = TypeVar("TrainerInit")
+    WorkerInit = TypeVar("WorkerInit")
+    Update = TypeVar("Update")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 from urllib.parse import urlsplit
 
@@ -27,6 +27,7 @@ from aiosync.tokens import check_token, load_token
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
 _EXAMPLES = "http://host:port, http://[::1]:port or unix:///path/to.sock"
@@ -154,31 +155,30 @@ class Connections:
         )
         return _Scope(session, owned=True, token=token)
 
-    @asynccontextmanager
-    async def _request(
+    def _request(
         self, method: str, route: str, *, read_timeout: float | None, **options: Any
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        await self.open()
-        try:
-            scope = self._scopes[asyncio.get_running_loop()]
-            headers = {"Accept-Encoding": "identity", **self._headers, **options.pop("headers", {})}
-            if scope.token is not None:
-                headers["Authorization"] = f"Bearer {scope.token}"
-            async with scope.session.request(
-                method,
-                self.endpoint.url(route),
-                headers=headers,
-                # The whole call is timed by the caller; aiohttp would round it up to a second.
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=DEFAULTS.connect_s, sock_read=read_timeout
-                ),
-                # A redirected POST would be replayed as a GET, and its 200 taken for ours.
-                allow_redirects=False,
-                **options,
-            ) as response:
-                yield response
-        finally:
-            await self.close()
+    ) -> _Request:
+        return _Request(self, method, route, read_timeout, options)
+
+    def _ask(
+        self, method: str, route: str, read_timeout: float | None, options: dict[str, Any]
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        scope = self._scopes[asyncio.get_running_loop()]
+        headers = {"Accept-Encoding": "identity", **self._headers, **options.pop("headers", {})}
+        if scope.token is not None:
+            headers["Authorization"] = f"Bearer {scope.token}"
+        return scope.session.request(
+            method,
+            self.endpoint.url(route),
+            headers=headers,
+            # The whole call is timed by the caller; aiohttp would round it up to a second.
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=DEFAULTS.connect_s, sock_read=read_timeout
+            ),
+            # A redirected POST would be replayed as a GET, and its 200 taken for ours.
+            allow_redirects=False,
+            **options,
+        )
 
     async def send(
         self,
@@ -252,6 +252,29 @@ class Connections:
         if isinstance(error, aiohttp.ClientConnectorError):
             raise PeerLost(f"{what} cannot be reached: {text}", **where) from error
         raise PeerLost(f"{what}: the connection broke: {text}", **where) from error
+
+
+@final
+class _Request:
+    """One request, until its answer is read. A class: see `aiosync.members.opened`."""
+
+    def __init__(self, connections: Connections, *what: Any) -> None:
+        self._connections = connections
+        self._what = what
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        connections = self._connections
+        async with self._stack as stack:
+            await connections.open()
+            stack.push_async_callback(connections.close)
+            asking = connections._ask(*self._what)  # noqa: SLF001 - its own part
+            response = await stack.enter_async_context(asking)
+            self._stack = stack.pop_all()
+            return response
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> RawReply:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any, final
 from aiosync.client import HTTPVLLMWeightSyncClient
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
+from aiosync.former_names import KnowsFormerNames
 from aiosync.members import MemberLink, fan_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from aiosync.client_protocol import VLLMWeightSyncClient
 
 
 @final
@@ -23,16 +26,18 @@ class Member:
         client: A `VLLMWeightSyncClient`, or a URL (``http://...`` or ``unix:///path``).
     """
 
-    def __init__(self, name: str, client: Any) -> None:
+    def __init__(self, name: str, client: VLLMWeightSyncClient | str) -> None:
         self.name = name
-        self.client = HTTPVLLMWeightSyncClient(client) if isinstance(client, str) else client
+        self.client: VLLMWeightSyncClient = (
+            HTTPVLLMWeightSyncClient(client) if isinstance(client, str) else client
+        )
 
     def __repr__(self) -> str:
         return f"Member({self.name!r}, {self.client!r})"
 
 
 @final
-class FleetClient:
+class FleetClient(KnowsFormerNames):
     """Reaches every member, waits for all, and raises with each member's name on failure.
 
     Commit policy ``"all"``: a round is committed when every member has it.
@@ -41,7 +46,9 @@ class FleetClient:
         members: `Member` objects, clients, or URLs; at least one, names unique.
     """
 
-    def __init__(self, members: Sequence[Any], *, policy: str = "all") -> None:
+    def __init__(
+        self, members: Sequence[str | VLLMWeightSyncClient | Member], *, policy: str = "all"
+    ) -> None:
         if policy != "all":
             raise Validation(f"policy must be 'all', not {policy!r}")
         if isinstance(members, str) or not isinstance(members, Iterable):

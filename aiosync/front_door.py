@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from aiosync.client import HTTPVLLMWeightSyncClient, capabilities_of
 from aiosync.errors import Validation
@@ -14,25 +13,27 @@ from aiosync.factory import WeightTransferTrainerFactory
 from aiosync.fleet import FleetClient, Member
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
+    from aiosync.client_protocol import VLLMWeightSyncClient
+    from aiosync.sources import Source
     from aiosync.trainer import TrainerWeightTransferEngine
     from statemachines.hub import TransitionHub
 
 logger = logging.getLogger(__name__)
 
 
-@asynccontextmanager
-async def connect(
-    model: Any,
+def connect(
+    model: Source,
     *,
-    workers: Sequence[Any] | str,
+    workers: Sequence[str | VLLMWeightSyncClient | Member] | str,
     backend: str = "auto",
     token: str | None = None,
     token_file: str | None = None,
     hub: TransitionHub | None = None,
     **options: Any,
-) -> AsyncIterator[TrainerWeightTransferEngine[Any]]:
+) -> AbstractAsyncContextManager[TrainerWeightTransferEngine]:
     """An initialised trainer engine for `model`, closed when the block is left.
 
     Args:
@@ -48,22 +49,43 @@ async def connect(
         Validation: No worker was given, or the backend is unknown.
         PeerLost, Unauthorized, ProtocolMismatch: A worker could not be reached or used; named.
     """
+
+    async def opened() -> TrainerWeightTransferEngine:
+        members = _members(workers, token, token_file)
+        info = _init_info(await _choose(backend, members), options)
+        engine: TrainerWeightTransferEngine = await WeightTransferTrainerFactory.trainer_init(
+            info, client=FleetClient(members), source=model, hub=hub
+        )
+        return engine
+
+    return _Connection(opened)
+
+
+@final
+class _Connection:
+    """No generator: a loop that ends closes all generators at once, nested ones too early."""
+
+    def __init__(self, opened: Callable[[], Awaitable[TrainerWeightTransferEngine]]) -> None:
+        self._opened = opened
+        self._engine: TrainerWeightTransferEngine | None = None
+
+    async def __aenter__(self) -> TrainerWeightTransferEngine:
+        self._engine = await self._opened()
+        return self._engine
+
+    async def __aexit__(self, *exc: object) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.aclose()
+
+
+def _members(workers: Any, token: str | None, token_file: str | None) -> list[Member]:
     if not isinstance(workers, Iterable):
         raise Validation(f"workers must be a list of URLs, clients or members, not {workers!r}")
     urls = [workers] if isinstance(workers, str) else list(workers)
     if not urls:
         raise Validation("connect needs at least one worker")
-    members = [_member(worker, index, token, token_file) for index, worker in enumerate(urls)]
-    engine = await WeightTransferTrainerFactory.trainer_init(
-        _init_info(await _choose(backend, members), options),
-        client=FleetClient(members),
-        source=model,
-        hub=hub,
-    )
-    try:
-        yield engine
-    finally:
-        await engine.aclose()
+    return [_member(worker, index, token, token_file) for index, worker in enumerate(urls)]
 
 
 def _member(worker: Any, index: int, token: str | None, token_file: str | None) -> Member:

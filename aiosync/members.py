@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import anyio
@@ -19,7 +19,7 @@ from aiosync.errors import AiosyncError, PhaseTimeout, RemoteError
 from aiosync.replies import refuse_denial
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from aiosync.messages import PeerState, RoundHeader
     from aiosync.version import Version
@@ -145,22 +145,32 @@ def links_of(client: Any) -> list[MemberLink]:
     return [MemberLink(member.name, member.client) for member in members]
 
 
-@asynccontextmanager
-async def opened(
-    links: Sequence[MemberLink], *, seconds: float = DEFAULTS.connect_s
-) -> AsyncIterator[None]:
+@final
+class opened:  # noqa: N801 - read as `async with opened(links):`
     """Keep every client's connections open for the block, where the client knows how.
+
+    A class, because the loop that ends takes no new generators, and engines are closed there too.
 
     Raises:
         PhaseTimeout: A client was not open within `seconds`. One that cannot be closed is only
             logged: what the block did is known by then.
     """
-    able = [link for link in links if hasattr(type(link.client), "__aenter__")]
-    async with AsyncExitStack() as stack:
-        for link in able:
-            await _enter(link, seconds)
-            stack.push_async_callback(_leave, link, DEFAULTS.cleanup_s / len(able))
-        yield
+
+    def __init__(self, links: Sequence[MemberLink], *, seconds: float = DEFAULTS.connect_s) -> None:
+        self._links = [link for link in links if hasattr(type(link.client), "__aenter__")]
+        self._seconds = seconds
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> None:
+        async with self._stack as stack:
+            for link in self._links:
+                await _enter(link, self._seconds)
+                seconds = DEFAULTS.cleanup_s / len(self._links)
+                stack.push_async_callback(_leave, link, seconds)
+            self._stack = stack.pop_all()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
 
 
 async def _enter(link: MemberLink, seconds: float) -> None:

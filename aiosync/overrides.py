@@ -11,19 +11,82 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    cast,
+    overload,
+)
 
 from aiosync.lane_calls import enter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
+    from aiosync.engines.streamed import StreamedTrainerEngine
     from aiosync.lane_calls import LaneCalls
+    from aiosync.trainer import TrainerWeightTransferEngine
+    from aiosync.worker import WeightTransferEngine
     from transports.lane import LaneLike
+
+    # Type arguments do not vary: a subclass with infos of its own is none of these.
+    Unsubclassed: TypeAlias = (
+        TrainerWeightTransferEngine | StreamedTrainerEngine[Any] | WeightTransferEngine
+    )
+
+P = ParamSpec("P")
+E = TypeVar("E")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 _INSIDE: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "aiosync_inside_step", default=frozenset()
 )
+
+
+class Step(Protocol[P, R_co]):
+    """The type of a step: whole for callers, open for overrides.
+
+    Whoever holds an engine of unknown or built-in class calls the wrapped step, with all its
+    parameters. A subclass may write the bare one with fewer parameters, blocking or not. Type
+    checkers hold an override against what access through the subclass gives; that is why it gives
+    a union there, of which the override has to match one part.
+    """
+
+    @overload
+    def __get__(
+        self, instance: Unsubclassed, owner: type | None = None, /
+    ) -> Callable[P, R_co]: ...
+    @overload
+    def __get__(
+        self, instance: object, owner: type | None = None, /
+    ) -> Callable[P, R_co] | Callable[..., Any]: ...
+
+
+class ClassStep(Protocol[P]):
+    """The type of ``trainer_init``: makes an engine of the class it is called on."""
+
+    @overload
+    def __get__(
+        self, instance: StreamedTrainerEngine[Any] | None, owner: type[E], /
+    ) -> Callable[P, Coroutine[Any, Any, E]]: ...
+    @overload
+    def __get__(self, instance: object, owner: type | None = None, /) -> Callable[..., Any]: ...
+
+
+def step(method: Callable[Concatenate[Any, P], R]) -> Step[P, R]:
+    """Declare a step that subclasses override as `Step` says; at run time it is the method."""
+    return method
+
+
+def class_step(method: Callable[Concatenate[Any, P], Any]) -> ClassStep[P]:
+    """A classmethod that subclasses override as `ClassStep` says."""
+    return cast("ClassStep[P]", classmethod(method))
 
 
 def wrap_steps(cls: type, cycles: Mapping[str, str]) -> None:

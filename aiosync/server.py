@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import shutil
+import signal
 import socket
 import tempfile
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -20,12 +21,17 @@ from aiosync.defaults import DEFAULTS
 from aiosync.errors import PhaseTimeout, Validation
 from aiosync.listeners import bind_tcp, bind_unix, identity, remove_unix
 from aiosync.messages import RoundHeader
+from aiosync.served_sockets import ServedSockets
 from aiosync.service import Response, ServedEngine, WeightUpdateService
+from aiosync.stop_signals import first_signal
 from aiosync.tokens import is_loopback, load_token
+from transports.forked import keep_from_children
 from transports.lane import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from aiosync.worker import WeightTransferEngine
 
 __all__ = ["Response", "ServedEngine", "Server", "WeightUpdateService", "routes_of", "serve"]
 
@@ -124,13 +130,26 @@ class Server:
         self.url = url
         self.service = service
 
+    async def until_signal(
+        self, numbers: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)
+    ) -> signal.Signals:
+        """Wait for one of the signals `numbers`, and return it; for a worker's main task.
+
+        Leave the block of `serve` then: that gives an open round up. A second signal does what
+        it does by default: it ends the process at once.
+
+        Raises:
+            WrongLoop: Signals arrive in the main thread only, and this loop runs in another.
+        """
+        return await first_signal(numbers)
+
     def __repr__(self) -> str:
         return f"<Server {self.url} {self.service!r}>"
 
 
 @asynccontextmanager
 async def serve(
-    engine: ServedEngine,
+    engine: ServedEngine | WeightTransferEngine[Any, Any],
     *,
     host: str | None = None,
     port: int | None = None,
@@ -269,6 +288,7 @@ async def _accepting(service: WeightUpdateService, sock: socket.socket) -> Async
     loop = asyncio.get_running_loop()
     listen = loop.create_unix_server if sock.family == socket.AF_UNIX else loop.create_server
     listener = await listen(runner.server, sock=sock)
+    keep_from_children(sockets := ServedSockets(sock, runner.server))
     try:
         yield
     finally:
@@ -278,6 +298,7 @@ async def _accepting(service: WeightUpdateService, sock: socket.socket) -> Async
             await _give_up(service.engine)
             service.close()
             await runner.cleanup()
+        del sockets  # until here
 
 
 async def _give_up(engine: ServedEngine) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from aiosync.worker import WeightTransferEngine
+
 __all__ = ["Response", "ServedEngine", "WeightUpdateService"]
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class WeightUpdateService:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: ServedEngine | WeightTransferEngine[Any, Any],
         *,
         token: str | None = None,
         name: str | None = None,
@@ -52,11 +54,11 @@ class WeightUpdateService:
             raise TypeError(
                 f"{engine!r} cannot be served: give a worker engine, or a group of them"
             )
-        self.engine = engine
+        self.engine: ServedEngine = engine
         self.name = name or str(getattr(engine, "name", "worker"))
         self._token = None if token is None else check_token(token)
         self._streams = EventStreams()
-        self._routes = Handlers(engine, self._streams, world_size=world_size).table
+        self._routes = Handlers(self.engine, self._streams, world_size=world_size).table
 
     def __repr__(self) -> str:
         return f"<WeightUpdateService {self.name} streams={len(self._streams)}>"

@@ -43,12 +43,18 @@ class SourceLike(Protocol):
     """The least a source has; upstream's source classes have it."""
 
     @property
-    def metadata(self) -> list[ParamMeta]: ...
+    def metadata(self) -> Any:
+        """A list of `ParamMeta`, or of objects with its attributes."""
 
-    def iter_full(self) -> Pairs: ...
+    def iter_full(self) -> Any:
+        """An iterator of ``(name, tensor)``, plain or async: who calls it knows its source."""
 
 
-class WeightSource(ABC):
+Source: TypeAlias = nn.Module | SourceLike
+"""What is accepted as a source; `as_source` makes a `SourceLike` of it."""
+
+
+class WeightSource(ABC):  # noqa: B024  it has, as seen at run time
     """Describes every parameter of the model and yields the ones this rank has.
 
     Each pass yields exactly ``owned_names(rank)``, in metadata order; a call starts a fresh pass.
@@ -65,10 +71,18 @@ class WeightSource(ABC):
                 "on every rank, and must not change"
             )
 
-    @property
-    @abstractmethod
-    def metadata(self) -> list[ParamMeta]:
-        """Every parameter of the model, the same list on every rank; transfers nothing."""
+    if TYPE_CHECKING:  # what a subclass writes; at run time this would not count as abstract
+
+        @cached_property
+        @abstractmethod
+        def metadata(self) -> list[ParamMeta]: ...
+
+    else:
+
+        @property
+        @abstractmethod
+        def metadata(self) -> list[ParamMeta]:
+            """Every parameter of the model, the same list on every rank; transfers nothing."""
 
     def owned_names(self, rank: int) -> list[str]:
         """Names that `rank` yields, in metadata order."""

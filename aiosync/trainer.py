@@ -8,11 +8,12 @@ rounds an engine owns no task, timer or lease: the next round may run under anot
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from aiosync.admission import Admission
 from aiosync.budget import check_seconds
 from aiosync.concurrency import Supervisor, run_to_end, to_its_end
+from aiosync.config import TrainerInit as Init
 from aiosync.config import check_identity
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
@@ -20,7 +21,7 @@ from aiosync.gathering import gathered
 from aiosync.handle import in_background
 from aiosync.lane_calls import as_seen_here
 from aiosync.members import links_of
-from aiosync.overrides import is_inside, wrap_steps
+from aiosync.overrides import class_step, is_inside, step, wrap_steps
 from aiosync.proxy import ClientProxy
 from aiosync.push import open_session
 from aiosync.ranks import TrainerRanks
@@ -40,17 +41,17 @@ from transports.lane import Lane
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from aiosync.client_protocol import VLLMWeightSyncClient
     from aiosync.handle import WeightUpdate
     from aiosync.members import MemberLink
     from aiosync.report import Report
     from aiosync.round import Round
     from aiosync.round_options import Next, RoundOptions
+    from aiosync.sources import Source
     from aiosync.ticket import RoundTicket
     from aiosync.version import Version
     from statemachines.hub import TransitionHub
     from transports.lane import LaneFactory, LaneLike
-
-Init = TypeVar("Init")
 
 
 class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
@@ -83,8 +84,8 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
     def __init__(
         self,
         *,
-        client: Any,
-        source: Any = None,
+        client: VLLMWeightSyncClient | None,
+        source: Source | None = None,
         is_sender: bool = True,
         rank: int = 0,
         hub: TransitionHub | None = None,
@@ -97,7 +98,7 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         if recover not in ("auto", "manual"):
             raise Validation(f"recover must be 'auto' or 'manual', not {recover!r}")
         check_identity(rank, lineage, hub)
-        self.source = None if source is None else as_source(source)
+        self.source: Any = None if source is None else as_source(source)
         self.is_sender = is_sender
         self.rank = rank
         self.name = name or f"{self.backend_name}-trainer-{rank}"
@@ -121,21 +122,17 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         self.ranks = TrainerRanks.alone()
         self._versions = VersionWatch(self.name)
 
-    @classmethod
+    @class_step
     async def trainer_init(
-        cls,
+        cls: Any,
         init_info: Init,
         *,
-        client: Any,
-        source: Any = None,
+        client: VLLMWeightSyncClient | None,
+        source: Source | None = None,
         group: Any = None,
         hub: TransitionHub | None = None,
-    ) -> Self:
-        """Construct and `initialize`.
-
-        Raises:
-            What `initialize` raises; nothing is left open then.
-        """
+    ) -> Any:
+        """Construct and `initialize`; nothing is left open if that raises."""
         engine = cls.from_init_info(init_info, client=client, source=source, hub=hub)
         try:
             await engine.gather_ranks(group)
@@ -175,6 +172,7 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         self.cycle.fenced = None
         await open_channel(self, timeout)
 
+    @step
     async def send_weights(
         self, *, version: int | str | Version | Next = NEXT, **options: Unpack[RoundOptions]
     ) -> Report:
@@ -296,18 +294,15 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
             self.machine.fire(Trigger.FAIL, error="closed during a round")
         elif self.state is State.INITIALIZED:
             await run_to_end(lambda: say_goodbye(self), seconds=DEFAULTS.cleanup_s)
-        self.dispose()
-        self.source_side.close()
-        self.ranks.close()
+        self.free()
         if self.machine.may(Trigger.CLOSE):
             self.machine.fire(Trigger.CLOSE)
         self._versions.close()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
+    def free(self) -> None:
+        self.dispose()
+        self.source_side.close()
+        self.ranks.close()
 
     def __repr__(self) -> str:
         version = self.version.label if self.version else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
+
+from aiosync.config import TrainerInit as Init
 
 if TYPE_CHECKING:
     from aiosync.feed import SourceFeed
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
     from statemachines.hub import TransitionHub
     from transports.planning import Plan
     from transports.stream import StreamSummary
-
-Init = TypeVar("Init")
 
 
 class TrainerHooks(ABC, Generic[Init]):

@@ -1,26 +1,68 @@
-"""What both engine kinds show of their state machine."""
+"""What both engine kinds show of their state machine, and how they end."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Self
 
 from aiosync.budget import check_seconds
 from aiosync.errors import InvalidTransition, PhaseTimeout
+from aiosync.former_names import KnowsFormerNames
 from statemachines.tables import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from statemachines import Subscription, Transition, TransitionHub
+    from statemachines import Check, Subscription, Transition, TransitionHub
     from statemachines.machine import StateMachine
 
 BUSY = (State.UPDATING, State.FINALIZING)
+logger = logging.getLogger(__name__)
 
 
-class Watchable:
-    """State, events and gates of an engine."""
+class Watchable(KnowsFormerNames):
+    """State, events and gates of an engine, and its end."""
 
     machine: StateMachine
+    name: str
+    pid: int
+    """The process that made the engine; a forked child only inherits it."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        del args, options
+        self = super().__new__(cls)
+        self.pid = os.getpid()
+        return self
+
+    async def aclose(self) -> None:
+        """End the engine. Idempotent."""
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """Let go of threads, sockets and memory, without an event loop; nobody is told."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # At exit the process's end frees everything, and a lock may belong to a thread that is
+        # no more. A forked child has neither the threads nor the right to speak for its parent.
+        if "machine" not in self.__dict__ or sys.is_finalizing() or self.pid != os.getpid():
+            return
+        if self.state in (State.IDLE, State.CLOSED):
+            return  # it holds nothing; or its constructor raised, and half of it is missing
+        logger.error(
+            "%s was dropped in state %s, and the other side was not told: use `async with`,"
+            " or `await engine.aclose()`",
+            self.name,
+            self.state.value,
+        )
+        self.free()
 
     @property
     def state(self) -> State:
@@ -36,13 +78,11 @@ class Watchable:
         """Call `hook` inside every flip; returns its remover. It must not block, raise or fire."""
         return self.machine.on_transition(hook)
 
-    def subscribe(self, **options: Any) -> Subscription:
-        """A bounded subscription (``size=``, ``since=``) to this engine's transitions."""
-        return self.machine.subscribe(**options)
+    def subscribe(self, *, size: int = 256, since: int | None = None) -> Subscription:
+        """A subscription to this engine's transitions that keeps the newest `size` of them."""
+        return self.machine.subscribe(size=size, since=since)
 
-    def gate(
-        self, trigger: str, check: Callable[..., Any], *, timeout: float = 30.0
-    ) -> Callable[[], None]:
+    def gate(self, trigger: str, check: Check, *, timeout: float = 30.0) -> Callable[[], None]:
         """Have `check` judge ``initialize``, ``start`` or ``complete`` before the flip.
 
         Returning False or raising vetoes (`GateRejected`, state unchanged; a vetoed ``complete``

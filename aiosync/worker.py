@@ -11,15 +11,17 @@ from __future__ import annotations
 import functools
 import secrets
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias
 
 from aiosync.concurrency import to_its_end
+from aiosync.config import Update
+from aiosync.config import WorkerInit as Init
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
 from aiosync.generation import GateState, GenerationGate
 from aiosync.infos import parse_info
 from aiosync.messages import PROTOCOL, PeerState
-from aiosync.overrides import call_step, wrap_steps
+from aiosync.overrides import call_step, step, wrap_steps
 from aiosync.sinks import build_sink, first_weights, sink_name
 from aiosync.watchable import Watchable
 from aiosync.worker_cycle import WorkerCycle
@@ -30,7 +32,7 @@ from transports.digest import available as available_digests
 from transports.lane import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine, Mapping
 
     import torch
 
@@ -40,8 +42,10 @@ if TYPE_CHECKING:
     from statemachines.hub import TransitionHub
     from transports.lane import LaneFactory, LaneLike
 
-Init = TypeVar("Init")
-Update = TypeVar("Update")
+    # What callers see of a step; an implementation gets the typed info and no header, and may
+    # block or be async.
+    Info: TypeAlias = Mapping[str, Any]
+    Awaited: TypeAlias = Coroutine[Any, Any, None]
 
 FEATURES = ("prepare", "abort", "status", "lease", "versions", "events")
 DEFERRED_DEPTH = 2
@@ -125,24 +129,35 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
 
     # -- the steps a backend implements ----------------------------------------------------------
 
+    @step
     @abstractmethod
-    def init_transfer_engine(self, init_info: Init) -> Any:
+    def init_transfer_engine(
+        self, init_info: Init | Info, *, header: RoundHeader | None = None
+    ) -> Awaited:
         """Open the channel; may be called again after `shutdown`."""
 
+    @step
     @abstractmethod
-    def start_weight_update(self) -> Any:
+    def start_weight_update(self, *, header: RoundHeader | None = None) -> Awaited:
         """Get ready for a round."""
 
+    @step
     @abstractmethod
-    def receive_weights(self, update_info: Update) -> Any:
+    def receive_weights(
+        self, update_info: Update | Info, *, header: RoundHeader | None = None
+    ) -> Awaited:
         """Take the tensors the payload announces and load them into `model` (or the sink)."""
 
+    @step
     @abstractmethod
-    def finish_weight_update(self) -> Any:
+    def finish_weight_update(
+        self, weight_version: str | None = None, *, header: RoundHeader | None = None
+    ) -> Awaited:
         """The round is complete; last work before the weights count as new."""
 
+    @step
     @abstractmethod
-    def shutdown(self) -> Any:
+    def shutdown(self, *, header: RoundHeader | None = None) -> Awaited:
         """Free the channel; idempotent."""
 
     def abort_receive(self) -> None:
@@ -217,7 +232,7 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
                     phase="update",
                 )
             payload = payload[self.rank]
-        await self.receive_weights(payload, header=header)  # type: ignore[call-arg] # wrapped step
+        await self.receive_weights(payload, header=header)
 
     async def prepare_weight_update(self, *, header: RoundHeader | None = None) -> None:
         """Check that all has been received and verified; nothing becomes visible yet."""
@@ -339,6 +354,9 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
 
     async def _close(self) -> None:
         await self.cycle.close()
+        self.free()
+
+    def free(self) -> None:
         self.close_lane()
         for sink in self._sinks.values():
             sink.release()  # spare memory as large as the model
@@ -349,12 +367,6 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         lane, self._lane = self._lane, None
         if lane is not None:
             lane.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
 
     def __repr__(self) -> str:
         version = self.version.label if self.version else None

@@ -38,9 +38,9 @@ class SpoolTrainer(aiosync.TrainerWeightTransferEngine[SpoolInit]):
         await engine.client.init_weight_transfer_engine({"folder": init_info.folder})
         return engine
 
-    async def send_weights(self, **_: Any) -> None:
+    async def send_weights(self) -> None:
         await self.client.start_weight_update()
-        names = []
+        names: list[str] = []
         for name, tensor in self.source.iter_full():
             torch.save(tensor.detach(), self.folder / f"{len(names)}.pt")
             names.append(name)

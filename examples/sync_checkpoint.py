@@ -40,8 +40,10 @@ def build(*, trained: bool) -> torch.nn.Module:
     torch.set_num_threads(1)  # bit-equal results need the same number of threads on both sides
     torch.manual_seed(0)
     if trained:
-        return AutoModel.from_pretrained(checkpoint(), local_files_only=True).eval()
-    return AutoModel.from_config(AutoConfig.from_pretrained(checkpoint())).eval()
+        model: torch.nn.Module = AutoModel.from_pretrained(checkpoint(), local_files_only=True)
+    else:
+        model = AutoModel.from_config(AutoConfig.from_pretrained(checkpoint()))
+    return model.eval()
 
 
 def embed(model: torch.nn.Module, sentence: str) -> torch.Tensor:

@@ -29,6 +29,7 @@ OF_BACKENDS = {
     "Segment",
     "Sender",
     "SourceFeed",
+    "Step",
 }
 # A type alias of `aiosync.sources` by the name of a class elsewhere.
 OTHERS = {"Session"}

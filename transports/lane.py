@@ -51,6 +51,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple, final
@@ -252,4 +253,5 @@ class Lane:
         if worker.pid == os.getpid() and not worker.closed:
             message = f"lane {worker.name!r} was never closed"
             warnings.warn(message, ResourceWarning, stacklevel=1, source=self)
-            worker.close()
+            if not sys.is_finalizing():  # then its thread stands still, perhaps with the lock
+                worker.close()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self, final
 
 from statemachines.errors import Validation
 from transports.errors import PeerLost, PhaseTimeout, TransportAborted
+from transports.forked import keep_from_children
 from transports.waker import milliseconds_until, wait_ready
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Link:
         except BaseException:  # the caller never gets this object, so nobody else can close it
             self.close()
             raise
+        keep_from_children(self)
 
     @classmethod
     def connect(cls, address: str, *, waker: Waker, deadline: float, peer: str = "peer") -> Self:
@@ -109,6 +111,8 @@ class Link:
     def watched(self) -> list[int]:
         """Descriptors whose readability means news of the peer."""
         return [fd for fd in (self._sock.fileno(), self._pidfd) if fd >= 0]
+
+    descriptors = watched
 
     @property
     def unsent(self) -> bool:

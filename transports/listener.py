@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from transports.errors import PhaseTimeout
+from transports.forked import keep_from_children
 from transports.links import Link, native_address
 from transports.waker import wait_ready
 
@@ -43,6 +44,7 @@ class Listener:
         except BaseException:  # not handed out yet
             self.close()
             raise
+        keep_from_children(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._sock.fileno() < 0 else "open"
@@ -50,6 +52,9 @@ class Listener:
 
     def fileno(self) -> int:
         return self._sock.fileno()
+
+    def descriptors(self) -> list[int]:
+        return [self._sock.fileno()]
 
     def accept_nowait(self, waker: Waker) -> Link | None:
         """The next connection, or None.

@@ -28,6 +28,7 @@ import msgspec
 
 from statemachines.errors import Validation
 from transports.errors import PeerLost, PhaseTimeout, TransportAborted
+from transports.forked import keep_from_children
 from transports.waker import Waker, milliseconds_until
 
 if TYPE_CHECKING:
@@ -107,6 +108,10 @@ class Star:
         self._seq = 0
         for sock in self._peers.values():
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_from_children(self)
+
+    def descriptors(self) -> list[int]:
+        return [sock.fileno() for sock in self._peers.values()]
 
     @classmethod
     def alone(cls) -> Self:

@@ -18,6 +18,7 @@ import msgspec
 
 from statemachines.errors import Validation
 from transports.errors import PeerLost, PhaseTimeout, TransportAborted
+from transports.forked import keep_from_children
 from transports.star import (
     ALIVE,
     PHASE,
@@ -57,6 +58,10 @@ class StarHub:
         self.address = f"{host}|{self._socket.getsockname()[1]}"
         self.token = secrets.token_hex(16)
         self.epoch = 0
+        keep_from_children(self)
+
+    def descriptors(self) -> list[int]:
+        return [self._socket.fileno()]
 
     def accept(self, size: int, *, waker: Waker, deadline: float) -> Star:
         """Wait for the other ``size - 1`` ranks; connections without the token are dropped.

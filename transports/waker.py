@@ -68,6 +68,10 @@ class Waker:
         for fd in fds:
             os.close(fd)
 
+    def __del__(self) -> None:
+        if hasattr(self, "_write_fd"):
+            self.close()
+
 
 def wait_ready(
     links: Iterable[Link], waker: Waker, *, deadline: float, listener: Listener | None = None

@@ -12,6 +12,7 @@ from transports.waker import Waker
 
 address, mode = sys.argv[1:]
 link = Link.connect(address, waker=Waker(), deadline=time.monotonic() + 10)
+kept = os.dup(link.fileno())  # the child lets go of the link itself, not of this
 child = os.fork() if mode == "fork" else 0
 if mode == "fork" and child == 0:
     signal.pause()

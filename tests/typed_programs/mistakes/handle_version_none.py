@@ -1,0 +1,12 @@
+"""The same for a round in the background."""
+
+from __future__ import annotations
+
+from torch import nn
+
+import aiosync
+
+
+async def mistake(url: str) -> None:
+    async with aiosync.connect(nn.Linear(4, 2), workers=[url]) as sync:
+        await sync.begin_update(version=None)  # mypy: arg-type  pyright: reportArgumentType
