@@ -176,7 +176,8 @@ async def to_its_end(fn: Callable[[], Awaitable[None]]) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(body)
     except BaseExceptionGroup as error:
-        raise collapse(error) from None
+        cause = collapse(error)
+        raise cause from cause.__cause__  # not from the group it came in
 
 
 @final

@@ -194,6 +194,14 @@ async def _leave(link: MemberLink, seconds: float) -> None:
         logger.debug("%s: its client could not be closed", link.name, exc_info=True)
 
 
+def unanswered(links: Sequence[MemberLink], phase: str) -> list[str]:
+    """Names of the members that were called in `phase` and did not answer; their reports say so."""
+    late = [link for link in links if link.phase == phase and link.answered != phase]
+    for link in late:
+        link.error = link.error or f"no answer to {phase}"
+    return [link.name for link in late]
+
+
 async def fan_out(
     links: Sequence[MemberLink],
     call: Callable[[MemberLink], Awaitable[T]],
@@ -216,7 +224,7 @@ async def fan_out(
     async def one(link: MemberLink) -> None:
         nonlocal done
         began = time.monotonic()
-        link.phase = phase
+        link.phase, link.answered = phase, None
         try:
             results[link.name] = await uncancelled(functools.partial(call, link))
             link.error, link.answered = None, phase

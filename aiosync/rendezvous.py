@@ -14,8 +14,9 @@ from aiosync.budget import check_seconds
 from aiosync.concurrency import run_legs
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, Busy, PhaseTimeout
-from aiosync.members import MemberLink, fan_out, opened
+from aiosync.members import MemberLink, fan_out, opened, unanswered
 from aiosync.messages import PROTOCOL, RoundHeader
+from aiosync.metadata import first_few
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger
 
@@ -58,7 +59,11 @@ async def _open(engine: TrainerWeightTransferEngine[Any], limit: float) -> None:
             async with opened(engine.links):
                 await meet(engine)
         if scope.cancelled_caught:
-            raise PhaseTimeout(f"init took longer than its {limit:g} s", phase="init")
+            late = unanswered(engine.links, "init")
+            text = f"init took longer than its {limit:g} s"
+            if late:
+                text += f": no answer from {first_few(late)}"
+            raise PhaseTimeout(text, replica=late[0] if late else None, phase="init")
         if engine.admission.leaving is not None:
             raise engine.wrong_order("initialize")  # closed meanwhile
         engine.machine.fire(Trigger.INITIALIZE)

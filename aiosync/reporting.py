@@ -27,7 +27,7 @@ def make_report(round: Round, error: BaseException | None, *, took: float) -> Re
         backend=engine.backend_name,
         nbytes=round.nbytes,
         seconds={**round.seconds, "total": took},
-        members=[_member(link, committed=error is None) for link in round.links],
+        members=[_member(link, error) for link in round.links],
         digest=summary.digest if summary is not None else None,
         verified=summary is not None and summary.digest is not None,
         left_out=_left_out(round, error),
@@ -58,7 +58,8 @@ def _outcome(round: Round, error: BaseException | None) -> str:
     return "unknown" if outcomes & {"committed", "unknown"} else "failed"
 
 
-def _member(link: MemberLink, *, committed: bool) -> MemberOutcome:
+def _member(link: MemberLink, error: BaseException | None) -> MemberOutcome:
+    committed = error is None
     outcome: MemberResult = "failed"
     if committed or link.outcome == "committed":
         outcome = "committed"
@@ -70,9 +71,17 @@ def _member(link: MemberLink, *, committed: bool) -> MemberOutcome:
         outcome=outcome,
         weights=Weights.UNKNOWN.value if unsure or link.peer is None else link.peer.weights,
         phase=None if outcome == "committed" else link.phase,
-        error=link.error,
+        error=link.error or _blame(link, error),
         seconds=link.seconds,
     )
+
+
+def _blame(link: MemberLink, error: BaseException | None) -> str | None:
+    """What the data plane found wrong with this member, whose own call was cut short by it."""
+    cause = None if error is None else collapse(error)
+    if not isinstance(cause, AiosyncError) or cause.replica != link.name:
+        return None
+    return f"{type(cause).__name__}: {cause.message}"
 
 
 def _attach(cause: BaseException, report: Report, round: Round) -> None:

@@ -23,8 +23,9 @@ from aiosync.defaults import DEFAULTS
 from aiosync.errors import Fenced, InvalidTransition, PhaseTimeout, RoundCancelled, Validation
 from aiosync.giving_up import abort_members, give_up
 from aiosync.liveness import kept_alive, watch_stall
-from aiosync.members import MemberLink, fan_out, opened
+from aiosync.members import MemberLink, fan_out, opened, unanswered
 from aiosync.messages import PROTOCOL, RoundHeader
+from aiosync.metadata import first_few
 from aiosync.rendezvous import meet
 from aiosync.reporting import make_report
 from statemachines.tables import State, Trigger, Weights
@@ -166,11 +167,10 @@ class Round:
             raise RoundCancelled("the round was cancelled", phase=self.phase, round=self.number)
         if limit.cancelled_caught:
             ahead = self.engine.admission.current if self.phase == "wait" else None
-            raise PhaseTimeout(
-                f"the round took longer than its {self.settings.total:g} s"
-                + (f", waiting for its turn: {ahead.describe()}" if ahead else ""),
-                phase=self.phase,
-                round=self.number,
+            raise self._late(
+                "the round",
+                self.settings.total,
+                f", waiting for its turn: {ahead.describe()}" if ahead else "",
             )
 
     async def _guarded(self, body: Callable[[], Awaitable[None]]) -> None:
@@ -182,7 +182,7 @@ class Round:
             await give_up(self, cause)
             if cause is error:
                 raise
-            raise cause from None
+            raise cause from cause.__cause__  # not from the group it came in
 
     async def _phases(self) -> None:
         engine = self.engine
@@ -344,11 +344,18 @@ class Round:
             with anyio.move_on_after(math.inf if limit is None else limit) as scope:
                 yield
             if scope.cancelled_caught:
-                raise PhaseTimeout(
-                    f"{phase} took longer than its {limit:g} s", phase=phase, round=self.number
-                )
+                raise self._late(phase, limit or 0)
         finally:
             self.seconds[phase] = time.monotonic() - began
+
+    def _late(self, what: str, seconds: float, why: str = "") -> PhaseTimeout:
+        text, late = f"{what} took longer than its {seconds:g} s{why}", []
+        if self.phase in ("start", "prepare", "finish"):  # an update's silence has other causes
+            late = unanswered(self.links, self.phase)
+        if late:
+            text += f": no answer from {first_few(late)}"
+        replica = late[0] if late else None
+        return PhaseTimeout(text, replica=replica, phase=self.phase, round=self.number)
 
 
 _PHASE_OF = {

@@ -34,6 +34,8 @@ class LoopbackSender(Half):
         self._chunk = self._piece = 0  # what comes next
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._digests: list[int] = []
+        self.names: list[str] = []
+        """What errors call the readers, in their order."""
 
     def open(self, plan: Plan, readers: int, *, round: int, stall: float) -> None:
         """Wait until all readers of this round are connected.
@@ -138,7 +140,7 @@ class LoopbackSender(Half):
             lambda: is_ready(seat),
             lambda: seat.left,
             lambda: seat.at,
-            peer=f"reader {index}",
+            peer=self.names[index] if self.names else f"reader {index}",
             stall=self._stall,
             phase=phase,
             number=record.number,

@@ -80,7 +80,9 @@ class LoopbackTrainerWeightTransferEngine(StreamedTrainerEngine[LoopbackTrainerI
             raise Validation(
                 f"the link has {len(self.link.receivers)} reader(s) for {needed} worker(s)"
             )
-        return self.link.sender
+        sender = self.link.sender
+        sender.names = [link.name for link in self.links for _ in range(link.world_size)]
+        return sender
 
     def close_sender(self, sender: Sender) -> None:
         sender.close()
