@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import anyio
 
+from aiosync.channel_turn import ChannelTurn
 from aiosync.concurrency import Supervisor, run_to_end
 from aiosync.config import WeightTransferInitRequest
 from aiosync.defaults import DEFAULTS
@@ -52,8 +53,7 @@ class WorkerCycle:
         self.calls: LaneCalls | None = None
         """How the round's calls on the lane reach the loop."""
         self._supervisor = Supervisor()
-        self._changing: str | None = None
-        """What opens or frees the channel right now: no round may begin beside it."""
+        self._turn = ChannelTurn()
         self._closing = False
 
     # -- the steps -------------------------------------------------------------------------------
@@ -64,9 +64,10 @@ class WorkerCycle:
         engine = self.engine
         if isinstance(init_info, WeightTransferInitRequest):
             init_info = init_info.init_info
-        if self._changing or engine.state in BUSY:
+        await self._turn.settled(DEFAULTS.cleanup_s)
+        if self._turn.what or engine.state in BUSY:
             owner = self.ownership.owner or "a client without a name"
-            what = self._changing or f"a round of {owner}"
+            what = self._turn.what or f"a round of {owner}"
             raise Busy(
                 f"{what} is under way (state {engine.state.value})",
                 replica=engine.name,
@@ -80,8 +81,7 @@ class WorkerCycle:
         if self._is_ended():
             raise engine.wrong_order("init")
         info = engine.parse_init_info(init_info)
-        self._changing = "an init"
-        try:
+        with self._turn.taken("an init"):
             await engine.machine.pass_gates(Trigger.INITIALIZE)
             await self._back_to_idle()
             await self._open_channel(bare, info)
@@ -91,8 +91,6 @@ class WorkerCycle:
                 raise engine.wrong_order("init")
             self.ownership.take(header.owner if header is not None else None)
             engine.machine.fire(Trigger.INITIALIZE, version=label_of(engine.version))
-        finally:
-            self._changing = None
 
     async def start(self, bare: Callable[..., Any], *, header: RoundHeader | None = None) -> None:
         engine = self.engine
@@ -106,7 +104,7 @@ class WorkerCycle:
         target = self._successor(header)
         await engine.machine.pass_gates(Trigger.START, version=label_of(target))
         # No await from here to the session: nobody slips in between check, flip and owner.
-        if self._changing or self._is_ended() or not engine.machine.may(Trigger.START):
+        if self._turn.what or self._is_ended() or not engine.machine.may(Trigger.START):
             raise engine.wrong_order("start")
         self.ownership.check(header, "start")
         number = self.ownership.begin(header)
@@ -187,24 +185,21 @@ class WorkerCycle:
         engine = self.engine
         if header is not None:
             self.ownership.check(header, "shutdown")
-        if self._changing or engine.state in BUSY:
+        if self._turn.what or engine.state in BUSY:
             raise Busy(
-                f"{self._changing or 'a round'} is under way; abort it first",
+                f"{self._turn.what or 'a round'} is under way; abort it first",
                 replica=engine.name,
                 phase="shutdown",
                 detail=engine.standing(),
             )
         if engine.state not in (State.INITIALIZED, State.FAILED):
             return
-        self._changing = "a shutdown"
-        try:
+        with self._turn.taken("a shutdown"):
             await self._limited(bare, seconds=DEFAULTS.finish_s, phase="shutdown")
             if engine.state is State.INITIALIZED:
                 engine.machine.fire(Trigger.RELEASE)
             elif engine.state is State.FAILED:
                 engine.machine.fire(Trigger.RESET)
-        finally:
-            self._changing = None
 
     async def close(self) -> None:
         """An open round fails first (a commit under way is finished), then the channel goes."""
