@@ -28,11 +28,12 @@ COMPILED_DEV := $(COMPILED_RUN), hypothesis, numpy, pytest, torch.distributed, t
 # What must hold in full; elsewhere coverage is reported, not enforced.
 COVERED := statemachines/*,transports/planning.py,aiosync/messages.py,aiosync/codec.py
 
-.PHONY: help demo test lint bench clean distclean
+.PHONY: help demo test test-faults lint bench clean distclean
 
 help:
 	@echo "make demo    reinforcement learning with live weight updates, in processes of its own"
 	@echo "make test    all tests, with coverage"
+	@echo "make test-faults    each fault of docs/faults.md, and whether its tests pass"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   each engine beside the raw primitive it is built on"
 	@echo "make clean   remove caches and build products; distclean removes $(VENV) too"
@@ -49,6 +50,9 @@ ifeq ($(strip $(ARGS)),)
 	@$(PY) -m coverage report --skip-covered --include='aiosync/*,transports/*,statemachines/*'
 	@$(PY) -m coverage report --skip-covered --show-missing --include='$(COVERED)' --fail-under=100
 endif
+
+test-faults: $(VENV)/.stamp-dev
+	@$(PY) -m pytest --faults -q --no-header $(ARGS)
 
 lint: $(VENV)/.stamp-dev
 	@$(PY) -m ruff check .

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 from blockbuster import BlockBuster
+from fault_report import FaultReport
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("aiosync", "transports", "statemachines")
@@ -19,6 +20,17 @@ PACKAGES = ("aiosync", "transports", "statemachines")
 MUTEX_SECONDS = 0.2
 # Helpers that live as long as the test process.
 LASTING_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "zygote.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--faults", action="store_true", help="only the tests of known faults, and a line for each"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.faults:
+        config.pluginmanager.register(FaultReport())
 
 
 def _package(name: str) -> ModuleType:

@@ -79,6 +79,7 @@ async def test_handle_timeout_leaves_the_round_running_and_cancel_ends_it():
         assert (await worker.facts())["prints"] == models.fingerprint(source.module)
 
 
+@pytest.mark.fault("A-CANCEL-8")
 @pytest.mark.asyncio
 async def test_inside_a_running_loop_it_refuses_with_advice():
     with pytest.raises(aiosync.WrongLoop, match="await"):
@@ -86,6 +87,7 @@ async def test_inside_a_running_loop_it_refuses_with_advice():
             pass
 
 
+@pytest.mark.fault("A-CANCEL-4")
 @pytest.mark.asyncio
 async def test_ctrl_c_in_a_synchronous_trainer():
     async with replica(seed=2) as worker:

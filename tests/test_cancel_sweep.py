@@ -57,6 +57,7 @@ async def give_up(pair, how, after, version):
     return not finished
 
 
+@pytest.mark.fault("A-CANCEL-1")
 @pytest.mark.parametrize("trigger", ["start", "update", "finalize"])
 @pytest.mark.parametrize("how", ["scope", "native"])
 @pytest.mark.parametrize("sink", ["staged", "in_place"])

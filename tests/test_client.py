@@ -212,6 +212,7 @@ def test_good_urls_are_names(url):
     assert isinstance(client, SupportsStatus)
 
 
+@pytest.mark.fault("A-HTTP-3")
 @pytest.mark.parametrize("timeout", [None, 0, float("inf"), True, "5"])
 def test_a_timeout_is_always_finite(timeout):
     with pytest.raises(Validation, match="timeout"):
@@ -269,6 +270,7 @@ async def test_explicit_success(body):
     assert (reply.peer is None) == ("aiosync" not in body)
 
 
+@pytest.mark.fault("A-SILENT-2")
 @pytest.mark.parametrize(
     ("body", "shown"),
     [
@@ -297,6 +299,7 @@ async def test_a_200_that_reports_failure_is_one(body, shown):
     assert caught.value.phase == "start"
 
 
+@pytest.mark.fault("A-HTTP-4")
 @pytest.mark.parametrize(
     ("reply", "problem"),
     [
@@ -332,6 +335,7 @@ async def test_odd_replies_are_protocol_errors(reply, problem):
     assert len(caught.value.message) < 1000
 
 
+@pytest.mark.fault("A-HTTP-4")
 @pytest.mark.asyncio
 async def test_a_redirected_post_is_not_replayed():
     async with serving(
@@ -342,6 +346,7 @@ async def test_a_redirected_post_is_not_replayed():
     assert len(wire.heads) == 1
 
 
+@pytest.mark.fault("A-HTTP-4")
 @pytest.mark.asyncio
 async def test_a_big_reply_is_cut_off():
     size = DEFAULTS.reply_limit_bytes + 1
@@ -382,6 +387,7 @@ async def test_the_remote_text_is_in_the_error(reply, kind, text):
     assert caught.value.detail["status"] >= 400
 
 
+@pytest.mark.fault("A-HTTP-4")
 @pytest.mark.asyncio
 async def test_a_503_says_when_to_come_back():
     with pytest.raises(RemoteError) as caught:
@@ -393,6 +399,7 @@ async def test_a_503_says_when_to_come_back():
 # -- time and loss ---------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("A-HTTP-3")
 @pytest.mark.asyncio
 async def test_no_answer_names_phase_url_and_seconds():
     async with serving(b"", hold=asyncio.Event()) as wire:
@@ -423,6 +430,7 @@ async def test_cancelling_a_call_leaves_at_once():
         wire.hold.set()
 
 
+@pytest.mark.fault("A-CANCEL-7")
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.asyncio
 async def test_cancelled_at_any_turn_nothing_is_left(tmp_path, blocking_detector, native):
@@ -634,6 +642,7 @@ def test_one_loop_after_another():
     gc.collect()
 
 
+@pytest.mark.fault("A-HTTP-5")
 @pytest.mark.asyncio
 async def test_a_hundred_and_thirty_calls_stay_open_at_once():
     everybody = 130
@@ -731,6 +740,7 @@ async def test_blocking_clients_run_beside_the_loop():
     assert "Blocking" in repr(client)
 
 
+@pytest.mark.fault("A-HTTP-5")
 @pytest.mark.asyncio
 async def test_an_abort_is_not_queued_behind_the_call_it_ends():
     released = threading.Event()

@@ -39,6 +39,7 @@ def test_a_body_arrives_as_it_was_sent():
     assert decode(encode_json(message), UpdateBody, content_type=problem)
 
 
+@pytest.mark.fault("A-INPUT-2")
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
@@ -69,6 +70,7 @@ def test_the_path_of_the_bad_element_is_in_the_message():
         convert({"shapes": [[1, -4]]}, Announced, at="$.update_info[1]")
 
 
+@pytest.mark.fault("A-INPUT-2")
 @pytest.mark.parametrize(
     "data",
     [
@@ -108,6 +110,7 @@ def test_the_limit_is_stated():
         decode_msgpack(b"x" * 11, UpdateBody, limit=10)
 
 
+@pytest.mark.fault("A-INPUT-2")
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
@@ -147,6 +150,7 @@ def test_content_type_names():
     assert not accepts_msgpack(None)
 
 
+@pytest.mark.fault("A-INPUT-1")
 def test_pickled_handles_are_refused_wherever_they_are():
     for info, path in (
         ({"ipc_handles_pickled": "gASV"}, r"\$.x.ipc_handles_pickled"),

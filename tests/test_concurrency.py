@@ -102,6 +102,7 @@ async def test_both_legs_end_well(first):
     assert await task == "answer"
 
 
+@pytest.mark.fault("A-CANCEL-6")
 async def test_control_fails_and_the_data_leg_is_cancelled():
     control, data, task = legs()
     await both_started(control, data)
@@ -451,6 +452,7 @@ async def test_failed_task_that_nobody_asks_stays_quiet():
     assert complaints == []
 
 
+@pytest.mark.fault("A-CANCEL-6")
 async def test_supervisor_cancels_what_runs_and_waits_for_it():
     supervisor = Supervisor()
     running, done = Leg(), Leg()

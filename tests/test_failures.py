@@ -55,6 +55,7 @@ async def assert_next_round_works(sync, source, worker, version):
     assert sync.state is State.INITIALIZED
 
 
+@pytest.mark.fault("A-HANG-1")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("at", [0, 3, 6], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("how", ["500", "reset", "hang"])
@@ -89,6 +90,7 @@ async def test_update_call_fails_while_the_transmit_runs(how, at):
         assert source.closed == source.passes
 
 
+@pytest.mark.fault("A-STATE-2")
 @pytest.mark.asyncio
 async def test_lost_answer_to_finish_is_asked_for_not_sent_again():
     async def at_once():
@@ -104,6 +106,7 @@ async def test_lost_answer_to_finish_is_asked_for_not_sent_again():
         await assert_next_round_works(sync, source, worker, 2)
 
 
+@pytest.mark.fault("A-HANG-2")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("at", [0, 2, 6], ids=["first", "middle", "after-last"])
 async def test_source_raises(at):
@@ -125,6 +128,7 @@ async def test_source_raises(at):
         await assert_next_round_works(sync, source, worker, 1)
 
 
+@pytest.mark.fault("A-HANG-9")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_worker_lost_in_mid_round(sign):
@@ -149,6 +153,7 @@ async def test_worker_lost_in_mid_round(sign):
             await assert_next_round_works(sync, source, worker, 1)
 
 
+@pytest.mark.fault("A-HANG-9")
 @pytest.mark.asyncio
 async def test_one_of_two_workers_killed_the_other_keeps_the_old_version():
     hold = Hold(3)
@@ -202,6 +207,7 @@ async def cancelled_by_own_timeout(send):
     await send(timeout=0.3)
 
 
+@pytest.mark.fault("A-CANCEL-2")
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     "how",
@@ -238,6 +244,7 @@ async def test_given_up_from_outside(how):
         await assert_next_round_works(sync, source, worker, 1)
 
 
+@pytest.mark.fault("A-CANCEL-4")
 @pytest.mark.asyncio
 async def test_source_stuck_for_good_poisons_its_lane_and_the_next_round_gets_a_new_one():
     hold = Hold(3)
@@ -272,6 +279,7 @@ async def test_wrong_order_is_refused_with_state_and_allowed_triggers():
         await client.shutdown_weight_transfer_engine()
 
 
+@pytest.mark.fault("A-HANG-3", "A-NAMES-5")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["few", "many", "order", "dtype", "shape", "twice", "none"])
 async def test_source_that_differs_from_its_metadata(how):

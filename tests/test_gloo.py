@@ -153,6 +153,7 @@ class Everything(aiosync.WeightSource):
         yield from self.tensors.items()
 
 
+@pytest.mark.fault("A-LAYOUT-2", "A-LAYOUT-3", "A-LAYOUT-5", "A-LAYOUT-6", "A-LAYOUT-8")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("buffer", [1 << 16, 1 << 20])
 async def test_every_dtype_and_layout_arrives_as_it_was(buffer):
@@ -191,6 +192,7 @@ async def pair(before=lambda _: None, *, count=1, broken=False, **options):
             yield sync, source, workers, middle
 
 
+@pytest.mark.fault("A-CANCEL-1")
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("at", "count"), [(0, 1), (3, 3), (6, 1)], ids=["first", "middle", "last"])
 async def test_cancelled(at, count):
@@ -210,6 +212,7 @@ async def test_cancelled(at, count):
         await assert_next_round_works(sync, source, workers, 1)
 
 
+@pytest.mark.fault("A-HANG-9")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("count", [1, 3])
@@ -241,6 +244,7 @@ async def test_worker_lost_in_mid_round(sign, count):
                 await assert_next_round_works(again, source, healthy, 1)
 
 
+@pytest.mark.fault("A-HANG-2")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("at", [0, 2, 6], ids=["first", "middle", "after-last"])
 async def test_source_raises(at):
@@ -261,6 +265,7 @@ async def test_source_raises(at):
         await assert_next_round_works(sync, source, workers, 1)
 
 
+@pytest.mark.fault("A-HANG-1")
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("how", "at"),
@@ -289,6 +294,7 @@ async def test_update_call_fails_while_the_transmit_runs(how, at):
         await assert_next_round_works(sync, source, workers, 2)
 
 
+@pytest.mark.fault("A-RDZV-5")
 @pytest.mark.asyncio
 async def test_a_restarted_worker_is_met_anew(tmp_path):
     path = str(tmp_path / "worker.sock")
@@ -301,6 +307,7 @@ async def test_a_restarted_worker_is_met_anew(tmp_path):
                 await assert_next_round_works(sync, source, [fresh], 2)
 
 
+@pytest.mark.fault("A-HANG-8")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_trainer_lost_in_mid_round(sign):
@@ -345,6 +352,7 @@ def engine_for(source, members, **options):
     return cls.from_init_info(info, client=client, source=source, hub=None)
 
 
+@pytest.mark.fault("A-HANG-5")
 @pytest.mark.asyncio
 async def test_a_worker_that_joins_late_is_waited_for():
     source = Paced(models.make("small", seed=1))
@@ -355,6 +363,7 @@ async def test_a_worker_that_joins_late_is_waited_for():
             await assert_next_round_works(engine, source, workers, 1)
 
 
+@pytest.mark.fault("A-HANG-5", "A-HANG-7")
 @pytest.mark.asyncio
 async def test_a_worker_that_never_joins_is_named_and_the_others_are_free_again():
     source = Paced(models.make("small", seed=1))
@@ -388,6 +397,7 @@ async def test_a_worker_that_is_not_there_is_named(tmp_path):
             await assert_next_round_works(sync, source, workers, 1)
 
 
+@pytest.mark.fault("A-HANG-5")
 @pytest.mark.asyncio
 async def test_an_init_call_that_fails_ends_the_join_and_frees_the_port():
     source = Paced(models.make("small", seed=1))
@@ -412,6 +422,7 @@ async def test_an_init_call_that_fails_ends_the_join_and_frees_the_port():
                 pass
 
 
+@pytest.mark.fault("A-RDZV-2")
 @pytest.mark.asyncio
 async def test_a_taken_port_is_refused_before_a_worker_hears_of_it():
     source = Paced(models.make("small", seed=1))
@@ -428,6 +439,7 @@ async def test_a_taken_port_is_refused_before_a_worker_hears_of_it():
             assert (await workers[0].facts())["state"] == "idle"
 
 
+@pytest.mark.fault("A-RDZV-1")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("address", ["[::1]", "localhost"])
 async def test_forms_of_the_master_address(address):
@@ -439,6 +451,7 @@ async def test_forms_of_the_master_address(address):
             await assert_next_round_works(sync, source, workers, 1)
 
 
+@pytest.mark.fault("A-RDZV-6")
 @pytest.mark.asyncio
 async def test_a_wildcard_as_master_address_is_refused():
     async with replicas(1) as workers:
@@ -450,6 +463,7 @@ async def test_a_wildcard_as_master_address_is_refused():
                 pass
 
 
+@pytest.mark.fault("A-RDZV-8")
 @pytest.mark.asyncio
 async def test_backends_that_differ_are_refused_with_both_names():
     async with replicas(1, backend="ipc") as workers:
@@ -463,6 +477,7 @@ async def test_backends_that_differ_are_refused_with_both_names():
         assert (await workers[0].facts())["state"] == "idle"
 
 
+@pytest.mark.fault("A-RDZV-2")
 @pytest.mark.asyncio
 async def test_two_trainers_on_one_host_at_once():
     async def train(worker, seed):
@@ -480,6 +495,7 @@ def descriptors(pid="self"):
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
+@pytest.mark.fault("A-RDZV-2", "A-CANCEL-7")
 @pytest.mark.asyncio
 async def test_twenty_cycles_of_init_and_close_leave_no_descriptors():
     source = Paced(models.make("small", seed=1))

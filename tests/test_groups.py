@@ -93,6 +93,7 @@ async def test_a_rank_that_leaves_between_two_broadcasts(size):
     assert statuses == [0] * size
 
 
+@pytest.mark.fault("A-HANG-7")
 @pytest.mark.asyncio
 @SIZES
 async def test_a_rank_that_never_comes_is_named(size):
@@ -103,6 +104,7 @@ async def test_a_rank_that_never_comes_is_named(size):
     assert statuses == [0] * size
 
 
+@pytest.mark.fault("A-CANCEL-4")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("size", [3])
 async def test_a_join_can_be_aborted(size):
@@ -113,6 +115,7 @@ async def test_a_join_can_be_aborted(size):
     assert statuses == [0] * size
 
 
+@pytest.mark.fault("A-HANG-7")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("size", [3])
 async def test_a_rank_stopped_in_the_middle_of_the_join_can_come_back(size):
@@ -244,6 +247,7 @@ class Tampering:
             self._data[self._at][0] ^= 1
 
 
+@pytest.mark.fault("A-SILENT-1")
 @pytest.mark.parametrize(("at", "tensor"), [(0, "tensor 2"), (2, "tensor 0")])
 @pytest.mark.parametrize("digest", ["xxh3_64", "wsum64"])
 def test_a_changed_byte_is_found_and_named_before_it_lands(digest, at, tensor):
@@ -263,6 +267,7 @@ def test_a_changed_byte_is_found_and_named_before_it_lands(digest, at, tensor):
         assert order == []
 
 
+@pytest.mark.fault("A-LAYOUT-10")
 def test_no_byte_moves_before_both_sides_agree():
     plan, other = planned(), planned([*SIZES_OF, 1])
     with halves() as (sender, (receiver,), threads):

@@ -170,6 +170,7 @@ async def test_base_exceptions_reach_the_caller(lane, kind):
     assert await lane.run(int) == 0
 
 
+@pytest.mark.fault("A-CANCEL-5")
 @pytest.mark.anyio
 async def test_stop_iteration_becomes_runtime_error(lane):
     with pytest.raises(RuntimeError, match="StopIteration") as caught:
@@ -441,6 +442,7 @@ async def test_native_cancellation_twice_aborts_once_and_still_waits(lane):
     assert not lane.poisoned
 
 
+@pytest.mark.fault("A-CANCEL-2")
 @pytest.mark.parametrize("how", ["wait_for", "timeout"])
 @pytest.mark.asyncio
 async def test_asyncio_timeouts(lane, how):
@@ -475,6 +477,7 @@ async def test_cancelled_when_the_result_was_there_already(lane):
     assert not lane.poisoned
 
 
+@pytest.mark.fault("A-CANCEL-7")
 @pytest.mark.asyncio
 async def test_cancelled_at_every_turn_receives_or_discards(lane):
     """Sweep: cancel k turns after the call ended; exactly one of the two has the value."""
@@ -777,6 +780,7 @@ def run_program(*argv: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.fault("A-CANCEL-4")
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("stuck", ["call", "abort"])

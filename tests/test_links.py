@@ -144,6 +144,7 @@ def test_a_frame_in_single_bytes_still_arrives(listener, waker):
         link.close()
 
 
+@pytest.mark.fault("A-INPUT-2")
 def test_a_hostile_length_is_refused_without_allocating(listener, waker):
     with raw_connection(listener) as sock:
         link = listener.accept(waker, deadline=soon())

@@ -30,6 +30,7 @@ async def assert_a_new_trainer_gets_through(worker, version=1):
     assert facts["prints"] == models.fingerprint(model)
 
 
+@pytest.mark.fault("A-HANG-8", "A-STATE-2")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("at", [0, 3, 6], ids=["first", "middle", "after-last"])
 async def test_trainer_killed(at):
@@ -46,6 +47,7 @@ async def test_trainer_killed(at):
         await assert_a_new_trainer_gets_through(worker)
 
 
+@pytest.mark.fault("A-HANG-8")
 @pytest.mark.asyncio
 async def test_trainer_stopped_the_lease_ends_the_round():
     async with replica(seed=2, lease=1) as worker:
@@ -74,6 +76,7 @@ async def test_trainer_that_lives_and_is_slow_keeps_its_lease():
             await trainer.kill()
 
 
+@pytest.mark.fault("A-CANCEL-4")
 @pytest.mark.asyncio
 async def test_ctrl_c_ends_the_trainer_and_frees_the_worker(free_shm):
     async with replica(seed=2) as worker:
@@ -87,6 +90,7 @@ async def test_ctrl_c_ends_the_trainer_and_frees_the_worker(free_shm):
         await assert_a_new_trainer_gets_through(worker)
 
 
+@pytest.mark.fault("A-STATE-1")
 @pytest.mark.asyncio
 async def test_second_trainer_during_a_round_is_refused_and_the_first_is_unharmed():
     async with replica(seed=2) as worker:
@@ -100,6 +104,7 @@ async def test_second_trainer_during_a_round_is_refused_and_the_first_is_unharme
             await trainer.kill()
 
 
+@pytest.mark.fault("A-RDZV-5")
 @pytest.mark.asyncio
 async def test_trainer_taken_over_between_rounds_is_fenced():
     first, second = models.make("small", 8), models.make("small", 9)

@@ -56,6 +56,7 @@ def test_the_header_arrives_as_it_was_sent():
     assert read_header(None) is None
 
 
+@pytest.mark.fault("A-INPUT-3")
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [
@@ -81,6 +82,7 @@ def test_bad_headers_are_refused_by_path(raw, problem):
         read_header(raw)
 
 
+@pytest.mark.fault("A-INPUT-3")
 def test_the_protocol_is_judged_before_the_fields():
     with pytest.raises(ProtocolMismatch, match="speaks protocol 2, this side speaks 1") as caught:
         read_header({"protocol": 2, "moved": True})
@@ -109,6 +111,7 @@ def test_bodies_of_vllm():
         travelled({"weight_version": 7}, FinishBody)
 
 
+@pytest.mark.fault("A-INPUT-2")
 @pytest.mark.parametrize(
     "shape", [[-1, 4], [2**63], [10**23], [1.5], ["4"], [True], [1] * 65, 4, None, [[1]]]
 )

@@ -126,6 +126,7 @@ def test_nbytes():
     assert meta_nbytes(meta(dtype=torch.uint8, shape=(2**63 - 1,))) == 2**63 - 1
 
 
+@pytest.mark.fault("A-INPUT-2")
 @pytest.mark.parametrize(
     "shape",
     [(-1,), (2.0,), (True,), ("2",), (1,) * 65, (2**62,), (2**31, 2**31, 2), (2**62, 2**62, 0)],
@@ -136,6 +137,7 @@ def test_impossible_sizes(shape):
     assert caught.value.tensor == "w"
 
 
+@pytest.mark.fault("A-NAMES-5")
 def test_validate_metadata_names_what_is_wrong():
     with pytest.raises(Validation, match=r"metadata\[2\] repeats 'a'"):
         validate_metadata([meta("a"), meta("b"), meta("a")])
@@ -150,6 +152,7 @@ def test_validate_metadata_names_what_is_wrong():
         validate_metadata([meta(dtype="float32")])
 
 
+@pytest.mark.fault("A-NAMES-5")
 def test_names_that_differ_in_any_byte_are_different():
     names = ["w", "W", "caf\u00e9", "cafe\u0301"]
     assert [m.name for m in validate_metadata(meta(n) for n in names)] == names

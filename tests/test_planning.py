@@ -234,6 +234,7 @@ def test_digest_is_part_of_the_wire():
 # -- refusals
 
 
+@pytest.mark.fault("A-LAYOUT-4")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "limit", [0, -1, True, 64.0, "64", None, float("nan"), float("inf"), 2**63, 10**30]
@@ -279,12 +280,14 @@ def test_lengths_must_agree():
         plan_chunks([1], [1], limit=64, rule=ALIGNED, names=[])
 
 
+@pytest.mark.fault("A-INPUT-2")
 def test_total_beyond_an_int64_is_refused():
     with pytest.raises(Validation, match="all tensors together"):
         plan([2**62, 2**62], limit=64, rule=NCCL_PACKED)
     assert plan([2**62, 2**62 - 1], limit=64, rule=NCCL_PACKED).total_bytes == 2**63 - 1
 
 
+@pytest.mark.fault("A-LAYOUT-1")
 def test_misaligned_tensor_is_named():
     # 3 bf16 elements followed by fp32: vLLM's receivers cannot view this
     made = plan_chunks([6, 8], [2, 4], limit=64, rule=NCCL_PACKED)

@@ -59,6 +59,7 @@ async def undisturbed(size, tmp_path, losses):
     return losses[size]
 
 
+@pytest.mark.fault("A-HANG-6")
 @pytest.mark.asyncio
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [2, 4])
@@ -72,6 +73,7 @@ async def test_all_ranks_commit_together(size, tmp_path):
         assert facts["version"] == 3
 
 
+@pytest.mark.fault("A-HANG-6")
 @pytest.mark.asyncio
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("at", [0, 2, 5])
@@ -89,6 +91,7 @@ async def test_one_rank_is_cancelled(me, at, tmp_path, losses):
         assert (await worker.facts())["version"] == 2
 
 
+@pytest.mark.fault("A-HANG-6")
 @pytest.mark.asyncio
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("me", [0, 1])
@@ -119,6 +122,7 @@ async def test_metadata_that_differs_on_one_rank_is_refused_before_anything_move
         assert (await worker.facts())["prints"] == old["prints"]
 
 
+@pytest.mark.fault("A-HANG-6")
 @pytest.mark.asyncio
 @pytest.mark.timeout(120)
 async def test_a_rank_that_dies_is_named_and_the_others_end_in_time(tmp_path):

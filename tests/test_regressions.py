@@ -89,6 +89,7 @@ async def faulty_round(method, fault, *, instead=True):
 # -- clients that say less than "it is done"
 
 
+@pytest.mark.fault("A-SILENT-2")
 @pytest.mark.parametrize(
     "method",
     ["start_weight_update", "update_weights", "prepare_weight_update", "finish_weight_update"],
@@ -99,6 +100,7 @@ async def test_a_stray_cancellation_of_a_client_is_not_success(method):
     assert "somebody else's task" in str(error)
 
 
+@pytest.mark.fault("A-SILENT-2")
 @pytest.mark.parametrize("answer", [{"success": False, "message": "no memory"}, (False, "no")])
 async def test_a_returned_denial_is_not_success(answer):
     error = await faulty_round("update_weights", lambda: answer, instead=False)
@@ -106,6 +108,7 @@ async def test_a_returned_denial_is_not_success(answer):
     assert "reports a failure: no" in str(error)
 
 
+@pytest.mark.fault("A-SILENT-2")
 async def test_finish_without_the_workers_word_is_not_success():
     error = await faulty_round("finish_weight_update", lambda: None)
     assert isinstance(error, aiosync.OutcomeUnknown)
@@ -178,6 +181,7 @@ async def send(trainer):
     return await trainer.send_weights(budget=BUDGET)
 
 
+@pytest.mark.fault("A-NAMES-1")
 async def test_weights_untied_between_rounds_both_travel():
     source, copy = Heads(tied=True), Heads(tied=False)
     with LoopbackLink() as link:
@@ -192,6 +196,7 @@ async def test_weights_untied_between_rounds_both_travel():
             assert torch.equal(copy.embed.weight, source.embed.weight)
 
 
+@pytest.mark.fault("A-HANG-3")
 async def test_a_parameter_added_between_rounds_is_sent_or_refused():
     async with looped() as pair:
         await send(pair.trainer)
@@ -382,6 +387,7 @@ class Loader:
                 raise self.error
 
 
+@pytest.mark.fault("A-STATE-5")
 @pytest.mark.parametrize("error", [KeyError("mlp.x"), SystemExit(3)])
 async def test_a_loader_that_fails_in_commit_is_quoted_and_its_weights_are_torn(error):
     loader, source = Loader(error), nn.Linear(4, 4)
@@ -515,6 +521,7 @@ async def test_what_a_source_raises_while_it_is_closed_does_not_hide_the_cause()
         assert any("in its finally" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.fault("A-HANG-4")
 @pytest.mark.asyncio
 async def test_a_loader_that_blocks_for_good_in_commit_tears_the_weights_in_time(monkeypatch):
     import threading

@@ -40,6 +40,7 @@ def soon(seconds=10.0):
     return time.monotonic() + seconds
 
 
+@pytest.mark.fault("A-RDZV-1")
 @pytest.mark.parametrize(
     ("given", "bare"),
     [
@@ -54,12 +55,14 @@ def test_hosts_lose_their_brackets(given, bare):
     assert bare_host(given) == bare
 
 
+@pytest.mark.fault("A-RDZV-6")
 @pytest.mark.parametrize("given", ["0.0.0.0", "::", "[::]", "", "http://127.0.0.1", "1.2.3.4:5", 7])
 def test_what_nobody_can_connect_to_is_refused(given):
     with pytest.raises(Validation, match=r"host|wildcard|address"):
         bare_host(given)
 
 
+@pytest.mark.fault("A-RDZV-6")
 def test_the_advertised_address_is_on_the_way_to_the_workers():
     assert advertised(["127.0.0.1", "localhost"]) in ("127.0.0.1", "::1")
     assert advertised(["::1"]) == "::1"
@@ -71,6 +74,7 @@ def test_the_advertised_address_is_on_the_way_to_the_workers():
         advertised(["no-such-host.invalid"])
 
 
+@pytest.mark.fault("A-RDZV-1")
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1", "[::1]"])
 def test_all_forms_of_an_address_work_on_both_sides(address):
     with hosted(address) as host:
@@ -80,6 +84,7 @@ def test_all_forms_of_an_address_work_on_both_sides(address):
             assert meeting.gather("here", deadline=soon()) == [b"\x00\xff"]
 
 
+@pytest.mark.fault("A-RDZV-2")
 def test_a_taken_port_is_refused_by_name_at_once():
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
@@ -111,12 +116,14 @@ def test_nobody_listens_names_address_and_port():
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.fault("A-RDZV-1")
 def test_an_unknown_host_is_named():
     meeting = Meeting("no-such-host.invalid", 1, "test", rank=0, size=1)
     with closing(meeting), pytest.raises(Validation, match=r"no-such-host\.invalid"):
         meeting.connect(deadline=soon())
 
 
+@pytest.mark.fault("A-HANG-7")
 def test_a_server_that_never_answers_costs_no_more_than_the_deadline():
     with closing(socket.create_server(("127.0.0.1", 0))) as mute:
         meeting = Meeting("127.0.0.1", mute.getsockname()[1], "test", rank=0, size=1)
@@ -126,6 +133,7 @@ def test_a_server_that_never_answers_costs_no_more_than_the_deadline():
         assert time.monotonic() - began < 3
 
 
+@pytest.mark.fault("A-CANCEL-4")
 def test_abort_wakes_a_connect_that_gets_no_answer():
     with closing(socket.create_server(("127.0.0.1", 0))) as mute, ThreadPoolExecutor() as threads:
         meeting = Meeting("127.0.0.1", mute.getsockname()[1], "test", rank=0, size=1)
@@ -139,6 +147,7 @@ def test_abort_wakes_a_connect_that_gets_no_answer():
         meeting.close()
 
 
+@pytest.mark.fault("A-HANG-7")
 def test_gather_waits_and_names_who_did_not_come():
     names = ["trainer", "one", "two", "three"]
     with hosted() as host, met(host, size=4, names=names) as mine:
@@ -184,6 +193,7 @@ def test_a_broken_group_ends_a_gather_unless_all_was_said():
             mine.gather("never said", ranks=[1], deadline=soon(30), is_broken=lambda: True)
 
 
+@pytest.mark.fault("A-RDZV-7")
 def test_each_meeting_has_its_own_keys_and_the_store_does_not_grow():
     with hosted() as host, ThreadPoolExecutor() as threads:
         prefixes = set()

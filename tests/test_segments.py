@@ -130,12 +130,14 @@ def test_typed_views_are_contiguous_and_exactly_where_asked():
     segment.close()
 
 
+@pytest.mark.fault("A-LAYOUT-8")
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, "64", 2**63])
 def test_sizes_that_cannot_be_right(size):
     with pytest.raises(Validation):
         Segment.create(size)
 
 
+@pytest.mark.fault("A-LIFETIME-8")
 def test_too_much_names_need_and_free_and_leaves_nothing():
     fds = fd_count()
     need = 2**46
@@ -161,6 +163,7 @@ def test_a_long_reservation_can_be_given_up_without_leaking(monkeypatch):
     assert fd_count() == before
 
 
+@pytest.mark.fault("A-LIFETIME-8")
 @pytest.mark.parametrize("code", ["ENOSPC", "ENOMEM"])
 def test_a_reservation_that_fails_is_an_exception_and_no_bus_error(monkeypatch, code):
     import errno
@@ -202,6 +205,7 @@ def test_without_memfd_an_unlinked_file_serves(monkeypatch):
     second.close()
 
 
+@pytest.mark.fault("A-LIFETIME-2")
 @pytest.mark.slow
 def test_a_killed_process_leaves_nothing_in_dev_shm():
     before = names_in_shm()

@@ -224,6 +224,7 @@ async def test_bodies_may_be_absent_where_vllm_ignores_them():
     assert engine.calls[-1] == ("finish", None, None)
 
 
+@pytest.mark.fault("A-INPUT-3")
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -255,6 +256,7 @@ async def test_malformed_bodies_are_400_with_the_path_of_the_field(path, body, f
     assert engine.calls == []
 
 
+@pytest.mark.fault("A-INPUT-1")
 @pytest.mark.asyncio
 async def test_pickles_are_never_loaded(tmp_path):
     marker = tmp_path / "marker"
@@ -286,6 +288,7 @@ async def test_pickles_are_never_loaded(tmp_path):
     assert not await anyio.Path(marker).exists()
 
 
+@pytest.mark.fault("A-INPUT-3")
 @pytest.mark.asyncio
 async def test_another_protocol_is_named_first():
     engine = Engine()
@@ -407,6 +410,7 @@ async def test_msgpack_both_ways():
     assert engine.calls == [("update", {"names": ["a"]}, HEADER)]
 
 
+@pytest.mark.fault("A-STATE-5")
 @pytest.mark.asyncio
 async def test_ready_only_while_the_replica_may_serve():
     engine = Engine()
@@ -611,6 +615,7 @@ async def test_a_relative_path_gives_an_absolute_url(tmp_path, monkeypatch, bloc
 # -- bodies over the wire --------------------------------------------------------------------------
 
 
+@pytest.mark.fault("A-HTTP-1")
 @pytest.mark.asyncio
 async def test_sixty_thousand_names_arrive():
     engine = Engine()
@@ -627,6 +632,7 @@ def small_limit(monkeypatch):
         monkeypatch.setattr(f"aiosync.{name}.DEFAULTS", small)
 
 
+@pytest.mark.fault("A-HTTP-1")
 @pytest.mark.asyncio
 async def test_a_body_above_the_limit_is_413_however_it_comes(small_limit):
     assert defaults.DEFAULTS.body_limit_bytes == 64 << 20
@@ -661,6 +667,7 @@ async def talk(url, data, *, half_close=False):
         await writer.wait_closed()
 
 
+@pytest.mark.fault("A-HTTP-3")
 @pytest.mark.asyncio
 async def test_a_body_that_never_ends_is_not_waited_for(small_limit):
     async with serve(Engine(), port=0) as server:
@@ -679,6 +686,7 @@ async def test_unknown_paths_are_json_over_the_wire():
             assert response.status == 200
 
 
+@pytest.mark.fault("A-HTTP-2")
 @pytest.mark.asyncio
 async def test_a_client_that_leaves_does_not_cancel_the_handler():
     engine = Engine()

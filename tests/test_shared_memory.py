@@ -242,6 +242,7 @@ def test_every_bit_arrives_over_several_rounds(
         tensors = [t + 1 if t.dtype in (torch.float32, torch.int64) else t for t in tensors]
 
 
+@pytest.mark.fault("A-LAYOUT-4")
 @pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [4096, 4095, 4097, 8192, 1])
 @pytest.mark.parametrize("packed", [True, False])
@@ -390,6 +391,7 @@ def test_finish_wants_all_tensors(senders, receivers):
         other.result()
 
 
+@pytest.mark.fault("A-LAYOUT-10")
 def test_another_dtype_of_the_same_size_is_another_view_not_a_cast(senders, receivers):
     sender = senders()
     receiver = receivers(sender)
@@ -414,6 +416,7 @@ def test_a_destination_that_does_not_fit_is_refused_on_both_sides(senders, recei
         other.result()
 
 
+@pytest.mark.fault("A-LAYOUT-4")
 @pytest.mark.parametrize(
     "options",
     [
@@ -510,6 +513,7 @@ def hello(sender, **fields):
     return wire.encode(wire.Hello(**(known | fields)))
 
 
+@pytest.mark.fault("A-INPUT-2")
 @pytest.mark.parametrize(
     ("payload", "reason"),
     [
@@ -608,6 +612,7 @@ def welcome(plan, /, **fields):
     return wire.Welcome(**(known | fields))
 
 
+@pytest.mark.fault("A-INPUT-2")
 @pytest.mark.parametrize(
     "ready",
     [
@@ -635,6 +640,7 @@ def test_hostile_places_are_refused(receivers, ready):
     segment.close()
 
 
+@pytest.mark.fault("A-INPUT-2")
 @pytest.mark.parametrize(
     ("fields", "handles"),
     [
@@ -681,6 +687,7 @@ def fd_targets():
             yield str(path.readlink())
 
 
+@pytest.mark.fault("A-SILENT-1")
 def test_corrupt_bytes_are_found_and_the_chunk_is_named(senders, receivers, monkeypatch):
     tensors = [torch.randn(1024) for _ in range(4)]
     sender = senders(buffer_nbytes=4096)
@@ -778,6 +785,7 @@ def test_abort_stops_a_write_that_is_busy_copying(senders, receivers):
     round_trip(sender, receiver, 2)
 
 
+@pytest.mark.fault("A-CANCEL-4")
 @pytest.mark.parametrize("blocked_in", ["connect", "welcome", "ready", "landed"])
 def test_abort_frees_a_blocked_receiver_and_the_next_round_works(senders, receivers, blocked_in):
     tensors = [torch.randn(1024) for _ in range(3)]
@@ -867,6 +875,7 @@ def test_a_second_call_on_another_thread_is_refused(senders, receivers):
             thread.result()
 
 
+@pytest.mark.fault("A-STATE-4")
 def test_a_late_reader_of_an_older_round_is_refused(senders, receivers):
     sender = senders()
     sender.abort()
@@ -987,6 +996,7 @@ def sockets_of(address):
     return [line for line in Path("/proc/net/unix").read_text().splitlines() if address in line]
 
 
+@pytest.mark.fault("A-LIFETIME-2")
 @pytest.mark.slow
 @pytest.mark.parametrize("dead", ["trainer", "reader", "both"])
 def test_kill_nine_leaves_nothing(reader, dead):
@@ -1008,6 +1018,7 @@ def test_kill_nine_leaves_nothing(reader, dead):
     assert not sockets_of(where["address"])
 
 
+@pytest.mark.fault("A-LIFETIME-3")
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
 def test_descriptors_stay_flat_over_many_rounds(crew, senders, packed):
@@ -1028,6 +1039,7 @@ def test_descriptors_stay_flat_over_many_rounds(crew, senders, packed):
     assert len(counts) == 1
 
 
+@pytest.mark.fault("A-LIFETIME-3")
 def test_descriptors_stay_flat_over_failing_rounds(senders, receivers):
     tensors = [torch.randn(1024) for _ in range(4)]
     sender = senders(buffer_nbytes=4096)

@@ -104,6 +104,7 @@ DTYPES = [
 SHAPES = [(), (1,), (3,), (5, 4), (0,), (0, 7), (7, 0), (1, 0, 3)]
 
 
+@pytest.mark.fault("A-LAYOUT-5", "A-LAYOUT-8")
 @pytest.mark.parametrize("mode", MODES)
 def test_every_dtype_and_shape_arrives_bit_for_bit_three_times(mode):
     model = {
@@ -124,6 +125,7 @@ def test_every_dtype_and_shape_arrives_bit_for_bit_three_times(mode):
     assert (sink.applied, sink.skipped) == (len(model), 0)
 
 
+@pytest.mark.fault("A-LAYOUT-6")
 @pytest.mark.parametrize("mode", MODES)
 def test_special_values_survive(mode):
     patterns = torch.tensor([0x7FC1, -0x8000, 0x7F80, 0x0001], dtype=torch.int16)
@@ -132,6 +134,7 @@ def test_special_values_survive(mode):
     assert model["w"].view(torch.int16).tolist() == patterns.tolist()
 
 
+@pytest.mark.fault("A-LAYOUT-3")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "destination",
@@ -158,6 +161,7 @@ def test_strided_destinations_keep_their_strides(mode, destination):
     assert (destination.stride(), destination.data_ptr()) == (strides, address)
 
 
+@pytest.mark.fault("A-LAYOUT-11", "A-LIFETIME-7")
 @pytest.mark.parametrize("mode", MODES)
 def test_flags_gradients_optimizer_and_old_views_stay(mode):
     net = Net()
@@ -200,6 +204,7 @@ def test_parameters_made_in_inference_mode(mode, sink_in_inference):
 # --- what is refused, before anything is touched ---
 
 
+@pytest.mark.fault("A-LAYOUT-9")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("shape", "announced"),
@@ -213,6 +218,7 @@ def test_shapes_are_exact(mode, shape, announced):
     assert caught.value.tensor == "bias"
 
 
+@pytest.mark.fault("A-LAYOUT-10")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("here", "sent"),
@@ -226,6 +232,7 @@ def test_dtypes_are_exact(mode, here, sent):
         make_sink({"w": torch.zeros(2, dtype=here)}, mode).begin([ParamMeta("w", sent, (2,))])
 
 
+@pytest.mark.fault("A-LAYOUT-12")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("model", "text"),
@@ -243,6 +250,7 @@ def test_destinations_that_cannot_be_written(mode, model, text):
         make_sink(model, mode).begin([ParamMeta(name, F32, (4,))])
 
 
+@pytest.mark.fault("A-NAMES-3", "A-NAMES-4")
 @pytest.mark.parametrize("mode", MODES)
 def test_unknown_and_missing_names_are_listed_together(mode):
     net = Net()
@@ -270,6 +278,7 @@ def test_unknown_and_missing_names_are_listed_together(mode):
     assert sink.left_out == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
 
 
+@pytest.mark.fault("A-NAMES-2")
 @pytest.mark.parametrize("mode", MODES)
 def test_buffers_can_be_sent(mode):
     trainer, net = Net(), Net()
@@ -285,6 +294,7 @@ def test_buffers_can_be_sent(mode):
 # --- partial updates ---
 
 
+@pytest.mark.fault("A-NAMES-6")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_partial_update_must_be_asked_for_and_counts(mode):
     net = Net()
@@ -301,6 +311,7 @@ def test_a_partial_update_must_be_asked_for_and_counts(mode):
     assert unchanged(net, {n: t for n, t in before.items() if not n.startswith("layers.1")})
 
 
+@pytest.mark.fault("A-NAMES-6")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_partial_update_covers_touched_modules_whole_and_hits_something(mode):
     sink = make_sink(Net(), mode)
@@ -324,6 +335,7 @@ class Tied(nn.Module):
             self.head.weight = self.embed.weight
 
 
+@pytest.mark.fault("A-NAMES-1")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("here", [False, True])
 @pytest.mark.parametrize("there", [False, True])
@@ -387,6 +399,7 @@ def test_tied_names_must_agree(mode, order):
         assert sink.weights == "torn"
 
 
+@pytest.mark.fault("A-NAMES-1")
 @pytest.mark.parametrize("mode", MODES)
 def test_partly_shared_destinations_are_refused_and_columns_are_fine(mode):
     flat = torch.zeros(10)
@@ -460,6 +473,7 @@ def test_calls_out_of_order(mode):
     assert "no round" in repr(sink)
 
 
+@pytest.mark.fault("A-STATE-5")
 def test_staged_forward_is_old_until_the_commit():
     net = Net()
     ids = torch.tensor([0, 4])
@@ -532,6 +546,7 @@ def test_in_place_that_needs_a_copy_is_torn_from_the_first_copy():
     assert sink.weights == "torn"
 
 
+@pytest.mark.fault("A-VERSION-5")
 @pytest.mark.parametrize("mode", MODES)
 def test_after_load_runs_once_per_commit_after_the_last_write(mode):
     model = {name: torch.zeros(2) for name in "abcdefgh"}
@@ -636,6 +651,7 @@ def test_spare_memory_is_kept_until_the_metadata_changes():
     update(sink, fresh(net))
 
 
+@pytest.mark.fault("A-LIFETIME-8")
 def test_too_little_memory_is_refused_with_numbers_and_advice(monkeypatch):
     net = nn.Linear(16, 16)
     sent = fresh(net)

@@ -319,6 +319,7 @@ async def test_handle_that_somebody_awaited_logs_nothing(caplog):
 # -- busy
 
 
+@pytest.mark.fault("A-STATE-1")
 async def test_busy_names_round_version_and_phase():
     hold = Hold(2)
     async with looped(source=paced(hold)) as pair:
@@ -340,6 +341,7 @@ async def test_busy_names_round_version_and_phase():
         assert (await update).version.label == 5
 
 
+@pytest.mark.fault("A-STATE-1")
 async def test_on_busy_wait_runs_one_after_the_other():
     hold = Hold(2)
     async with looped(source=paced(hold)) as pair:
@@ -357,6 +359,7 @@ async def test_on_busy_wait_runs_one_after_the_other():
         assert pair.worker.version.label == 3
 
 
+@pytest.mark.fault("A-STATE-1")
 async def test_on_busy_supersede_ends_the_older_round():
     hold = Hold(2)
     async with looped(source=paced(hold)) as pair:
@@ -392,6 +395,7 @@ async def test_unknown_on_busy_is_refused():
 # -- versions
 
 
+@pytest.mark.fault("A-VERSION-2")
 @pytest.mark.parametrize("bad", [None, -1, 2**63, True, "", 1.5, b"58", ["1"]])
 async def test_what_is_no_version_is_refused_before_anything_is_called(bad):
     async with looped() as pair:
@@ -420,6 +424,7 @@ async def test_versions_follow_each_other():
             await trainer.send_weights()
 
 
+@pytest.mark.fault("A-VERSION-2")
 @pytest.mark.parametrize("version", [5, 4, 0])
 async def test_going_back_needs_rollback(version):
     async with looped() as pair:
@@ -436,6 +441,7 @@ async def test_going_back_needs_rollback(version):
         assert pair.worker.version.label == version
 
 
+@pytest.mark.fault("A-VERSION-2")
 async def test_new_lineage_may_start_anywhere_and_goes_on_by_itself():
     async with looped(lineage="old run") as pair:
         await pair.trainer.send_weights(version=5)
@@ -487,6 +493,7 @@ async def test_bad_budgets_are_refused_before_anything_is_called(options):
         await pair.assert_next_round_works()
 
 
+@pytest.mark.fault("A-HTTP-3")
 @pytest.mark.parametrize(
     ("method", "budget", "phase"),
     [
@@ -749,6 +756,7 @@ async def test_aclose_during_initialize_leaves_nothing_open():
         assert pair.trainer.sender is None
 
 
+@pytest.mark.fault("A-STATE-1")
 async def test_aclose_during_a_round_cancels_it_first():
     hold = Hold(2)
     async with looped(source=paced(hold)) as pair:
@@ -834,6 +842,7 @@ async def test_transitions_carry_the_facts_of_the_round():
 # -- cancelled, in every phase
 
 
+@pytest.mark.fault("A-CANCEL-1")
 @pytest.mark.parametrize("side", ["before", "after"])
 @pytest.mark.parametrize(
     "method",
@@ -877,6 +886,7 @@ async def test_answer_to_finish_that_comes_within_the_grace_commits():
         await pair.assert_next_round_works(2)
 
 
+@pytest.mark.fault("A-STATE-2")
 @pytest.mark.parametrize("delivered", [True, False])
 async def test_lost_answer_to_finish(delivered):
     lost = At("finish_weight_update", error=PeerLost("connection reset"))
@@ -953,6 +963,7 @@ async def test_side_raises(side, where):
         assert (error.replica, error.phase) == ("w0", "update")
 
 
+@pytest.mark.fault("A-SILENT-1")
 @pytest.mark.parametrize("where", CHUNKS)
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 @pytest.mark.parametrize("kind", ["drop", "corrupt"])
@@ -964,6 +975,7 @@ async def test_bytes_that_differ_are_found_by_chunk(kind, side, where):
     assert error.replica == "w0"
 
 
+@pytest.mark.fault("A-HANG-4")
 @pytest.mark.parametrize("where", CHUNKS)
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 async def test_side_that_hangs_is_aborted_after_the_stall(side, where):
@@ -987,6 +999,7 @@ async def test_delay_is_no_failure(side):
         await pair.assert_next_round_works()
 
 
+@pytest.mark.fault("A-STATE-5")
 async def test_in_place_sink_torn_by_a_fault_is_mended_by_the_next_round():
     script = {"receiver": [Fault.raises(3, OSError("cable cut"))]}
     async with looped(script=script, sink="in_place") as pair:
@@ -1060,6 +1073,7 @@ async def test_trainer_that_was_taken_over_is_fenced():
                 assert (await second.send_weights()).outcome == "committed"
 
 
+@pytest.mark.fault("A-STATE-1")
 async def test_second_trainer_during_a_round_is_refused_before_anything_moves():
     hold = Hold(2)
     async with looped(source=paced(hold)) as pair:
@@ -1081,6 +1095,7 @@ async def test_second_trainer_during_a_round_is_refused_before_anything_moves():
 # -- fleets
 
 
+@pytest.mark.fault("A-HANG-4")
 async def test_fleet_with_one_that_fails():
     script = {"receiver:1": [Fault.raises(3, OSError("disk full"))]}
     async with looped(workers=3, script=script) as pair:
@@ -1096,6 +1111,7 @@ async def test_fleet_with_one_that_fails():
         await pair.assert_next_round_works(1)
 
 
+@pytest.mark.fault("A-HANG-4")
 @pytest.mark.parametrize("phase", ["start", "update", "prepare", "finish"])
 async def test_error_lists_every_member_that_failed(phase):
     method = "update_weights" if phase == "update" else f"{phase}_weight_update"

@@ -201,6 +201,7 @@ async def test_requests_are_taken_wherever_a_dict_is():
 # -- repeated and stale calls
 
 
+@pytest.mark.fault("A-HTTP-2")
 async def test_repeated_calls_are_answered_from_the_record():
     async with by_hand() as engine:
         await owned(engine)
@@ -295,6 +296,7 @@ async def test_stale_rounds_and_strangers_are_fenced():
         await whole_round(engine, 1, 4)
 
 
+@pytest.mark.fault("A-STATE-4")
 async def test_calls_of_an_older_round_do_not_touch_the_open_one():
     async with by_hand() as engine:
         await owned(engine)
@@ -318,6 +320,7 @@ async def test_calls_of_an_older_round_do_not_touch_the_open_one():
         assert values(engine.model) == {2.0}
 
 
+@pytest.mark.fault("A-STATE-4")
 async def test_update_that_arrives_behind_finish_is_refused_and_writes_nothing():
     async with by_hand(WithoutSink) as engine:
         await engine.init_transfer_engine({})
@@ -342,6 +345,7 @@ async def test_update_that_arrives_behind_finish_is_refused_and_writes_nothing()
 # -- versions
 
 
+@pytest.mark.fault("A-VERSION-2")
 @pytest.mark.parametrize("order", [5, 4, 1])
 async def test_going_back_or_repeating_is_refused_before_anything_moves(order):
     async with by_hand() as engine:
@@ -406,6 +410,7 @@ async def test_finish_may_rename_the_version_that_start_announced():
 # -- abort, close, lease
 
 
+@pytest.mark.fault("A-STATE-2")
 @pytest.mark.parametrize("at", ["start", "update", "drain", "finish"])
 @pytest.mark.parametrize("sink", ["staged", "in_place"])
 async def test_abort_in_each_phase(at, sink):
@@ -488,6 +493,7 @@ async def test_close_during_commit_lets_it_finish():
         assert values(engine.model) == {1.0}
 
 
+@pytest.mark.fault("A-HTTP-2")
 async def test_round_whose_handler_was_cancelled_goes_on_and_commits():
     async with by_hand() as engine:
         await owned(engine)
@@ -505,6 +511,7 @@ async def test_round_whose_handler_was_cancelled_goes_on_and_commits():
         assert engine.version == version(1)
 
 
+@pytest.mark.fault("A-STATE-2")
 async def test_lease_ends_a_round_nobody_cares_for():
     async with by_hand(lease_s=0.3) as engine:
         await owned(engine)
@@ -674,6 +681,7 @@ async def test_close_during_init_leaves_nothing_open():
 # -- payloads
 
 
+@pytest.mark.fault("A-INPUT-3")
 @pytest.mark.parametrize(
     ("payload", "path"),
     [
@@ -700,6 +708,7 @@ async def test_malformed_payload_is_named_and_the_round_stays_open(payload, path
         assert values(engine.model) == {1.0}
 
 
+@pytest.mark.fault("A-INPUT-3")
 @pytest.mark.parametrize("info", [{"address": 5}, {"adress": "there"}, [], None])
 async def test_malformed_init_info_changes_nothing(info):
     async with by_hand() as engine:
@@ -726,6 +735,7 @@ async def test_list_payload_is_indexed_by_rank():
         assert values(engine.model) == {2.0}
 
 
+@pytest.mark.fault("A-SILENT-1")
 async def test_round_without_a_payload_is_not_a_success():
     async with by_hand() as engine:
         await owned(engine)
@@ -740,6 +750,7 @@ async def test_round_without_a_payload_is_not_a_success():
 # -- what the weights are
 
 
+@pytest.mark.fault("A-SILENT-3", "A-VERSION-3")
 @pytest.mark.parametrize("fail_at", [0, 7, 49])
 @pytest.mark.parametrize("sink", ["staged", "in_place"])
 async def test_sink_that_fails_midway(sink, fail_at):
@@ -815,6 +826,7 @@ async def test_commit_that_fails_leaves_the_weights_torn():
         assert engine.weights == Weights.INTACT
 
 
+@pytest.mark.fault("A-VERSION-4")
 @pytest.mark.parametrize("batch", [1, 7, 50])
 async def test_reader_that_holds_the_gate_never_sees_two_versions(batch):
     async with by_hand() as engine:

@@ -448,6 +448,7 @@ async def parallel(size: int = 2, paths: Any = None, **options: Any):
         yield Parallel(server.url, group, clients, ranks, sliced.full(7))
 
 
+@pytest.mark.fault("A-SILENT-4")
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("size", [2, 4])
@@ -502,6 +503,7 @@ PHASES = {
 }
 
 
+@pytest.mark.fault("A-HANG-9")
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("phase", [*PHASES])
