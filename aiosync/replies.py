@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from aiosync.errors import AiosyncError, ProtocolMismatch, Validation
 from aiosync.messages import ErrorInfo, error_type, read_peer, to_error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 SHOWN = 200
 _TRUNCATED = "the body ended before its announced end"
@@ -30,11 +31,19 @@ _SUCCESS_TEXTS = frozenset(
         "weight update finished",
     )
 )
-_CONFESSIONS = (
-    "fail", "error", "invalid", "refus", "reject", "unable", "cannot", "could not", "denied",
-    "not ", "exception", "timed out",
-)  # fmt: skip
-_FALSE_KEYS = ("success", "ok")
+_CLAIM = re.compile(
+    r"\b(ok|okay|done|success\w*|succeeded|complete\w*|updated|started|finished|initiali[sz]ed"
+    r"|loaded|applied|received|accepted|committed|paused|resumed|released|reset|shut down)\b"
+)
+_CONFESSION = re.compile(
+    r"fail|error|invalid|refus|reject|unable|cannot|could not|denied|\bnot |exception|timed out"
+    r"|\bpartial|\bskipp|\babort|\b(0|none) (of|out of)\b|\bno (weights|bytes|workers|tensors)\b"
+)
+_SUCCESS_KEYS = ("success", "ok")
+_FAILURE_KEYS = ("error", "errors", "exception", "failed", "failure", "failures", "traceback")
+_RESULT_KEYS = ("result", "results")
+_STATUS_KEYS = ("status", "code", "status_code")
+_FAILED_STATUS = re.compile(r"(error|fail\w*|aborted|rejected|refused|denied|timeout)$")
 
 
 class RawReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +100,8 @@ def _read(raw: RawReply, phase: str, replica: str, needs: str | None) -> Reply:
         raise _odd(raw, "not the 200 that means success")
     message = _object(raw)
     peer = read_peer(message.get("aiosync"))
-    _refuse_denials(raw, message, phase, replica)
+    # What was asked for may hold anything below its top level; what was done must be done whole.
+    _refuse_denials(raw, [message] if needs else list(_parts(message)), phase, replica)
     if needs is not None:
         if needs not in message:
             raise _odd(raw, f"an answer without {needs!r}")
@@ -108,20 +118,21 @@ def _object(raw: RawReply) -> dict[str, Any]:
 
 
 def _says_success(message: dict[str, Any]) -> bool:
-    if any(message.get(key) is True for key in _FALSE_KEYS):
+    if any(message.get(key) is True for key in _SUCCESS_KEYS):
         return True
     text = message.get("message")
     if not isinstance(text, str) or not text.strip():
         return False
     plain = text.strip().rstrip(".!").lower()
-    return plain in _SUCCESS_TEXTS or not any(word in plain for word in _CONFESSIONS)
+    if plain in _SUCCESS_TEXTS:
+        return True
+    return _CLAIM.search(plain) is not None and _CONFESSION.search(plain) is None
 
 
-def _refuse_denials(raw: RawReply, message: dict[str, Any], phase: str, replica: str) -> None:
+def _refuse_denials(raw: RawReply, parts: list[dict[str, Any]], phase: str, replica: str) -> None:
     """A 200 that says it failed, as a whole or in one of its sub-results, is a failure."""
-    for part in (message, *_sub_results(message)):
-        denied = any(part.get(key, True) is not True for key in _FALSE_KEYS)
-        if denied or part.get("error") or (part.get("detail") and "message" not in part):
+    for part in parts:
+        if _denies(part):
             info = _error_of(part, raw.status) or ErrorInfo(message=raw.describe())
             text = f"answered {raw.status} but reports a failure: {info.message}"
             # Reported under a 200: the status says nothing about the kind.
@@ -139,7 +150,7 @@ def refuse_denial(reply: Any, *, replica: str, phase: str) -> None:
     """
     if isinstance(reply, dict):
         raw = RawReply(status=HTTPStatus.OK, headers={}, body=b"", url=replica)
-        _refuse_denials(raw, reply, phase, replica)
+        _refuse_denials(raw, list(_parts(reply)), phase, replica)
         return
     first, *rest = reply if isinstance(reply, tuple) and reply else (reply,)
     if first is False:
@@ -148,12 +159,36 @@ def refuse_denial(reply: Any, *, replica: str, phase: str) -> None:
         raise to_error(info, replica=replica, phase=phase)
 
 
-def _sub_results(message: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
-    for key, value in message.items():
-        if isinstance(value, list) and key != "aiosync":
-            found += [item for item in value if isinstance(item, dict)]
-    return found
+def _denies(part: dict[str, Any]) -> bool:
+    if any(part.get(key, True) is not True for key in _SUCCESS_KEYS):
+        return True
+    if any(part.get(key) for key in _FAILURE_KEYS):
+        return True
+    if part.get("detail") and "message" not in part:
+        return True
+    for key in _RESULT_KEYS:
+        value = part.get(key)
+        if value is False or (isinstance(value, list) and False in value):
+            return True
+    return any(_is_failed_status(part.get(key)) for key in _STATUS_KEYS)
+
+
+def _is_failed_status(value: Any) -> bool:
+    if isinstance(value, str):
+        return _FAILED_STATUS.match(value.strip().lower()) is not None
+    return isinstance(value, int) and value >= HTTPStatus.BAD_REQUEST
+
+
+def _parts(value: Any) -> Iterator[dict[str, Any]]:
+    """An answer and all objects inside of it; decoding has limited their depth."""
+    if isinstance(value, dict):
+        yield value
+        for key, inner in value.items():
+            if key != "aiosync":
+                yield from _parts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _parts(inner)
 
 
 def _odd(raw: RawReply, problem: str) -> ProtocolMismatch:
@@ -208,7 +243,8 @@ def _error_of(message: Mapping[str, Any], status: int) -> ErrorInfo | None:
             return info
         text = found.get("message")
         found = text if isinstance(text, str) and text else _text(found)
-    for value in (found, message.get("message"), message.get("detail")):
+    told = [message.get(key) for key in _FAILURE_KEYS if key != "error"]
+    for value in (found, message.get("message"), message.get("detail"), *told):
         if value:
             text = value if isinstance(value, str) else _text(value)
             return ErrorInfo(message=text, status=status)
