@@ -21,6 +21,7 @@ from aiosync.targets import (
     Model,
     check_coverage,
     check_tensor,
+    further_names,
     model_tensors,
     writable,
     write,
@@ -72,7 +73,6 @@ class LayerwiseSink(Sink):
         self._groups: list[list[int]] = []
         self._group_of: dict[int, int] = {}
         self._waiting: list[int] = []
-        self._further: dict[str, list[str]] = {}
         self._here = _NO_MODEL
         self._written: dict[tuple[Any, ...], str] = {}
         self._given: dict[str, tuple[ParamMeta, list[str]]] = {}
@@ -93,12 +93,9 @@ class LayerwiseSink(Sink):
     def _find(
         self, metas: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool
     ) -> Destinations:
-        self._partial, self._further = partial, {}
-        announced = {meta.name for meta in metas}
-        for alias, name in aliases.items():
-            if alias not in announced:
-                self._further.setdefault(name, []).append(alias)
-        if self.process is not None:
+        self._partial = partial
+        if self.process is not None and self._loader is None:
+            self._further = further_names(metas, aliases)
             return Destinations([[] for _ in metas], [], [], 0)  # judged as it comes out
         found = super()._find(metas, aliases, partial=partial)
         # Tied names are compared as they are written: nothing is kept for the end.

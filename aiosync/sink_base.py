@@ -18,7 +18,7 @@ from aiosync.crash_marker import CrashMarker
 from aiosync.errors import Busy, Coverage, InvalidTransition, Torn, Validation
 from aiosync.metadata import Validated, first_few, meta_nbytes
 from aiosync.module_layout import bit_equal
-from aiosync.targets import Destinations, Matcher, model_tensors
+from aiosync.targets import Destinations, Matcher, further_names, model_tensors, wanted_names
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class Sink(ABC):
         self._handed: dict[int, torch.Tensor] = {}
         self._open = False
         self._validated = Validated()
+        self._further: dict[str, list[str]] = {}
+        """Names that travel under another one, by that one."""
 
     def begin(
         self,
@@ -227,8 +229,10 @@ class Sink(ABC):
     def _find(
         self, metas: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool
     ) -> Destinations:
+        self._further = further_names(metas, aliases)
         if self._loader is None:
             return self._matcher.find(self.model, metas, aliases, partial=partial)
+        self._further = wanted_names(self.model, self._further)
         return Destinations([[] for _ in metas], [], [], 0)
 
     def _tear(self) -> None:
@@ -267,6 +271,8 @@ class Sink(ABC):
         """Give tensors to the model's own loader; it may keep them."""
         if self._loader is None or not pairs:
             return
+        if self._further:  # a tied tensor comes under each name that the loader may need
+            pairs = [(n, t) for name, t in pairs for n in (name, *self._further.get(name, ()))]
         taken = 0
 
         def arrived() -> Iterator[tuple[str, torch.Tensor]]:

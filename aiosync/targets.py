@@ -155,6 +155,31 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
     return compact(tensor) if tensor.is_contiguous() else tensor
 
 
+def further_names(
+    metadata: Sequence[ParamMeta], aliases: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """The aliases that are not announced themselves, by the name that travels for them."""
+    further: dict[str, list[str]] = {}
+    if aliases:
+        announced = {meta.name for meta in metadata}
+        for alias, name in aliases.items():
+            if alias not in announced:
+                further.setdefault(name, []).append(alias)
+    return further
+
+
+def wanted_names(model: Any, further: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Those that a model with its own loader has to be given, as far as one can tell.
+
+    A module that ties the names itself has each tensor under one name only, and its loader may
+    know no other. Of any other object nobody knows, and a name left out would keep its old value.
+    """
+    if not further or not isinstance(model, nn.Module):
+        return further
+    own = dict(model.named_parameters())
+    return {name: [alias for alias in more if alias in own] for name, more in further.items()}
+
+
 def _matched(
     model: Model,
     regions: Mapping[str, tuple[Any, ...]],
@@ -163,11 +188,7 @@ def _matched(
     *,
     partial: bool,
 ) -> _Match:
-    further: dict[str, list[str]] = {}
-    announced = {meta.name for meta in metadata}
-    for alias, name in aliases.items():
-        if alias not in announced:
-            further.setdefault(name, []).append(alias)
+    further = further_names(metadata, aliases)
     named = [
         [name for name in (meta.name, *further.get(meta.name, ())) if name in model.tensors]
         for meta in metadata
