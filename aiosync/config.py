@@ -84,6 +84,16 @@ class WeightTransferUpdateRequest:
     update_info: dict[str, Any] | list[dict[str, Any]] = field(default_factory=dict)
 
 
+def check_count(name: str, value: object, low: int, high: int) -> None:
+    """Refuse a size or count that cannot be right.
+
+    Raises:
+        Validation: Names the option.
+    """
+    if type(value) is not int or not low <= value <= high:
+        raise Validation(f"{name} must be an int in {low}..{high}, not {value!r}")
+
+
 def check_identity(rank: object, lineage: object, hub: object) -> None:
     """Refuse what an engine cannot be told by.
 

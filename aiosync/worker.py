@@ -87,6 +87,8 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
     defers_processing: ClassVar[bool] = False
     reusable_after_abort: ClassVar[bool] = False
     """Whether the channel can carry another round after one was given up."""
+    landing_device: ClassVar[str | None] = None
+    """Where the backend's bytes arrive; None: on the engine's own device."""
     uses_sink: ClassVar[bool] = False
     """Whether `receive_weights` fills the sink, which the base then verifies and commits."""
 
@@ -328,7 +330,8 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         sink = self._sinks.get(id(self.model))
         if sink is None:
             is_own = self.model is self._default_model
-            sink = build_sink(self.config, self.model, self.device, is_own=is_own)
+            device = self.landing_device or self.device
+            sink = build_sink(self.config, self.model, device, is_own=is_own)
             self._sinks[id(self.model)] = sink
         return sink
 

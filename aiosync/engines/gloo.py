@@ -11,15 +11,22 @@ from __future__ import annotations
 import math
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 import anyio
 import msgspec
 
-from aiosync.config import TrainerInitInfo, WeightTransferInitInfo
+from aiosync.config import TrainerInitInfo, WeightTransferInitInfo, check_count
 from aiosync.defaults import DEFAULTS
-from aiosync.engines.streamed import StreamedTrainerEngine, StreamedWorkerEngine, StreamUpdateInfo
+from aiosync.engines.streamed import (
+    BUFFER_LIMITS,
+    BufferSize,
+    Seconds,
+    StreamedTrainerEngine,
+    StreamedWorkerEngine,
+    StreamUpdateInfo,
+)
 from aiosync.errors import PhaseTimeout, Validation
 from transports.addresses import advertised
 from transports.gloo_group import GlooGroup
@@ -46,6 +53,7 @@ GlooWeightTransferUpdateInfo = StreamUpdateInfo
 
 # The join ends before the call that contains it does: it knows whom it waited for.
 _EARLIER_S = 0.5
+_MOST_RANKS = 1 << 16  # what a worker believes of a trainer before it has met it
 _LATER_S = 1.0  # a worker's own limit; the trainer's comes first
 
 
@@ -76,13 +84,13 @@ class GlooWeightTransferInitInfo(
     """Worker side: where all ranks meet, as which rank, and what both sides must agree on."""
 
     master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, msgspec.Meta(ge=1, le=_MOST_RANKS - 1)]
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=_MOST_RANKS)]
     prefix: str
     reader: str
-    join_s: float
-    buffer_size_bytes: int
+    join_s: Seconds
+    buffer_size_bytes: BufferSize
     digest: str | None = None
 
     def __repr__(self) -> str:  # the prefix, which keeps strangers out, stays out of logs
@@ -108,6 +116,7 @@ class GlooTrainerWeightTransferEngine(StreamedTrainerEngine[GlooTrainerInitInfo]
         lane_factory: LaneFactory = Lane,
         **options: Any,
     ) -> None:
+        check_count("buffer_size_bytes", buffer_size_bytes, *BUFFER_LIMITS)
         super().__init__(client=client, source=source, lane_factory=lane_factory, **options)
         self.master_address = master_address
         self.master_port = master_port

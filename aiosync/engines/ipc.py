@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from aiosync.config import TrainerInitInfo, WeightTransferInitInfo
+from aiosync.config import TrainerInitInfo, WeightTransferInitInfo, check_count
 from aiosync.defaults import DEFAULTS
 from aiosync.engines.streamed import (
+    BUFFER_LIMITS,
+    BufferSize,
     StreamedTrainerEngine,
     StreamedWorkerEngine,
     StreamUpdateInfo,
@@ -77,7 +79,7 @@ class IPCWeightTransferInitInfo(
     address: str
     token: str
     reader: str
-    buffer_size_bytes: int
+    buffer_size_bytes: BufferSize
     digest: str | None = None
 
     def __repr__(self) -> str:  # the token stays out of logs
@@ -102,6 +104,8 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         shared: Sequence[SharedStorage] = (),
         **options: Any,
     ) -> None:
+        check_count("packed_buffer_size_bytes", packed_buffer_size_bytes, *BUFFER_LIMITS)
+        check_count("packed_num_buffers", packed_num_buffers, 1, 1024)
         super().__init__(client=client, source=source, is_sender=is_sender, **options)
         self.packed = packed
         self.chunks_in_flight = packed_num_buffers if packed else None

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from aiosync.config import TrainerInitInfo, WeightTransferInitInfo
-from aiosync.engines.streamed import StreamedTrainerEngine, StreamedWorkerEngine, StreamUpdateInfo
+from aiosync.config import TrainerInitInfo, WeightTransferInitInfo, check_count
+from aiosync.engines.streamed import (
+    BUFFER_LIMITS,
+    BufferSize,
+    StreamedTrainerEngine,
+    StreamedWorkerEngine,
+    StreamUpdateInfo,
+)
 from aiosync.errors import Validation
 from transports.loopback import LoopbackLink
 
@@ -51,7 +57,7 @@ class LoopbackWeightTransferInitInfo(
 
     link: str
     reader: int
-    buffer_size_bytes: int
+    buffer_size_bytes: BufferSize
     digest: str | None = None
 
 
@@ -70,6 +76,7 @@ class LoopbackTrainerWeightTransferEngine(StreamedTrainerEngine[LoopbackTrainerI
         buffer_size_bytes: int = 1 << 16,
         **options: Any,
     ) -> None:
+        check_count("buffer_size_bytes", buffer_size_bytes, *BUFFER_LIMITS)
         super().__init__(client=client, source=source, **options)
         self.link = link
         self.buffer_nbytes = buffer_size_bytes
@@ -106,6 +113,8 @@ class LoopbackWeightTransferEngine(StreamedWorkerEngine[LoopbackWeightTransferIn
         link = _LINKS.get(init_info.link)
         if link is None:
             raise Validation(f"init_info.link: this process has no link {init_info.link!r}")
+        if not 0 <= init_info.reader < len(link.receivers):
+            raise Validation(f"init_info.reader: the link has no reader {init_info.reader}")
         return link.receivers[init_info.reader]
 
     def close_receiver(self, receiver: Receiver) -> None:

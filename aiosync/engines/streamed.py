@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
 import msgspec
 
@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 
 Init = TypeVar("Init")
 
+BUFFER_LIMITS = (64, 1 << 46)
+"""Smallest and largest size of one chunk."""
+BufferSize = Annotated[int, msgspec.Meta(ge=BUFFER_LIMITS[0], le=BUFFER_LIMITS[1])]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+"""A limit that a peer asks for; longer than that is no limit."""
+
 
 class StreamUpdateInfo(
     msgspec.Struct, WeightTransferUpdateInfo, kw_only=True, forbid_unknown_fields=True
@@ -61,7 +67,7 @@ class StreamUpdateInfo(
     metadata_digest: str
     plan_digest: str
     aliases: dict[str, str] = {}
-    stall_s: float = DEFAULTS.stall_s
+    stall_s: Seconds = DEFAULTS.stall_s
     round: int = 0
     ipc_handles_pickled: str | None = None
 
@@ -230,6 +236,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     supports_draft_weight_update = False
     reusable_after_abort = True
     uses_sink = True
+    landing_device = "cpu"
 
     receiver: Receiver | None = None
     _limit = DEFAULTS.buffer_bytes
