@@ -42,9 +42,11 @@ async def commit(round: Round) -> None:
                 raise ProtocolMismatch("the answer does not say that the version is committed")
         except (PeerLost, PhaseTimeout, ProtocolMismatch) as error:
             await _ask(round, link, error)
-        except AiosyncError:
-            link.outcome = "failed"
-            raise
+        except AiosyncError as error:
+            if error.code != AiosyncError.code or not link.supports("status"):
+                link.outcome = "failed"
+                raise
+            await _settle(round, link, error)
         except Exception as error:
             if not link.supports("status"):
                 raise
@@ -60,6 +62,24 @@ async def commit(round: Round) -> None:
     await hold_on(all_of_them, grace=round.budget.cleanup / 2)
     if failures:
         raise failures[0]
+
+
+async def _settle(round: Round, link: MemberLink, error: AiosyncError) -> None:
+    """Somebody reported a failure of finish; a gateway may have, before a worker that commits.
+
+    Returns if the worker itself says that it committed. A round that is still open there ends.
+    """
+    with anyio.move_on_after(round.budget.cleanup):
+        try:
+            await link.call("weight_update_status", header=round.header(link))
+            if link.peer is not None and link.peer.state in BUSY and link.supports("abort"):
+                reason = f"finish failed: {first_line(error)}"[:500]
+                await link.call("abort_weight_update", reason, header=round.header(link))
+            link.outcome = "failed"
+        except Exception:  # noqa: BLE001  it cannot be asked: its outcome stays unknown
+            raise error from error.__cause__
+    if not _confirms(round, link.peer):
+        raise error
 
 
 def _confirms(round: Round, peer: PeerState | None) -> bool:

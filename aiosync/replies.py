@@ -244,7 +244,7 @@ def _error_of(message: Mapping[str, Any], status: int) -> ErrorInfo | None:
         text = found.get("message")
         found = text if isinstance(text, str) and text else _text(found)
     told = [message.get(key) for key in _FAILURE_KEYS if key != "error"]
-    for value in (found, message.get("message"), message.get("detail"), *told):
+    for value in (found, *told, message.get("message"), message.get("detail")):
         if value:
             text = value if isinstance(value, str) else _text(value)
             return ErrorInfo(message=text, status=status)
