@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -21,18 +22,26 @@ class Proxy:
         self.url = ""
         self.calls: list[str] = []
         self._faults: dict[str, tuple[str, Wait]] = {}
+        self._answers: dict[str, Any] = {}
 
     def break_route(self, route: str, how: str, when: Wait) -> None:
         """`how`: ``500``, ``reset``, ``hang``, or ``lost`` (carried out, the reply never comes)."""
         self._faults[f"/{route}"] = (how, when)
 
+    def answer(self, route: str, body: Any) -> None:
+        """Answer a route with 200 and `body` instead of carrying it out."""
+        self._answers[f"/{route}"] = body
+
     def heal(self) -> None:
         self._faults.clear()
+        self._answers.clear()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.calls.append(request.path)
         fault = self._faults.get(request.path)
         body = await request.read()
+        if request.path in self._answers:
+            return web.json_response(self._answers[request.path])
         if fault is None:
             return await self._forward(request, body)
         how, when = fault
