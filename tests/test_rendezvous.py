@@ -208,7 +208,7 @@ def test_each_meeting_has_its_own_keys_and_the_store_does_not_grow():
                 with met(host, size=2, rank=1, prefix=prefix) as other:
                     other.announce("here", b"late %d" % number)
                     assert waiting.result(10) == [b"%d" % number, b"late %d" % number]
-                mine.sweep()
+                mine.sweep("here")
             assert host.num_keys() == 0
         assert len(prefixes) == 5
 

@@ -9,9 +9,11 @@ collective waits, whether a peer is gone, also one that this rank exchanges noth
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
@@ -44,6 +46,8 @@ _LATER = 1.0  # gloo's own limit of an operation comes after ours
 # All ranks are there when gloo connects them. It tries five times, with this limit each.
 _CONNECT_SECONDS = (0.5, 5.0)
 _ATTEMPTS = 5
+_CLOSING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_EXIT_SECONDS = 1.0
 
 
 @final
@@ -153,8 +157,8 @@ class GlooGroup:
             )
             if self._swept:
                 self._meeting.forget(stage, ranks)
-            else:  # all of them are past the set-up
-                self._meeting.sweep()
+            else:  # all of them are past the set-up; what they said since is not to be lost
+                self._meeting.sweep("here", "joined", "gloo", stage)
                 self._swept = True
         except BaseException as error:
             if isinstance(error, PeerLost) and not self._aborted:
@@ -190,9 +194,11 @@ class GlooGroup:
                 sock.close()
             self._meeting.close()
 
-        threading.Thread(  # noqa: TID251 - a destructor that may wait, with nothing to report
+        thread = threading.Thread(  # noqa: TID251 - a destructor that may wait; nothing to report
             target=free, name="gloo-close", daemon=True
-        ).start()
+        )
+        _CLOSING.add(thread)
+        thread.start()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "ended" if self._ended else "apart"
@@ -315,6 +321,14 @@ class GlooGroup:
         shut(found)  # of a set-up that is still under way
         for sock in found:
             sock.close()
+
+
+@atexit.register
+def _let_them_close() -> None:
+    """A thread inside gloo's destructor when the interpreter goes would abort the process."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_CLOSING):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _is_slice_end(error: RuntimeError) -> bool:

@@ -181,11 +181,12 @@ class Meeting:
             for rank in ranks:
                 self.store.delete_key(self._key(stage, rank))
 
-    def sweep(self) -> None:
-        """Delete all keys of this meeting: when no rank will ask for any of them again."""
+    def sweep(self, *stages: str) -> None:
+        """Delete all keys of these stages: when no rank will ask for any of them again."""
+        gone = tuple(f"{self.prefix}/{stage}/" for stage in stages)
         with self.limited("sweep", deadline=time.monotonic() + _ANNOUNCE_SECONDS):
             for key in self.store.list_keys():
-                if key.startswith(f"{self.prefix}/"):
+                if key.startswith(gone):
                     self.store.delete_key(key)
 
     def settle(self) -> None:
