@@ -15,7 +15,6 @@ from fault_rig import (
     BACKENDS,
     BUDGET,
     assert_new_trainer_works,
-    assert_old,
     assert_round_works,
     bounded,
     paced,
