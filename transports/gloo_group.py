@@ -46,7 +46,7 @@ _LATER = 1.0  # gloo's own limit of an operation comes after ours
 # All ranks are there when gloo connects them. It tries five times, with this limit each.
 _CONNECT_SECONDS = (0.5, 5.0)
 _ATTEMPTS = 5
-_CLOSING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_CLOSING: weakref.WeakSet[Any] = weakref.WeakSet()  # threads
 _EXIT_SECONDS = 1.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from statemachines.errors import AiosyncError, InvalidTransition, Validation
@@ -229,6 +230,8 @@ class ShmReceiver:
                 self._next(link, stall)
 
     def _failed(self, error: BaseException, aborted: bool) -> None:
+        # Whoever keeps the error would keep, through its frames, views that keep memory mapped.
+        traceback.clear_frames(error.__traceback__)
         if self._link is not None and not aborted:
             try:
                 self._link.post(wire.failed(error))
