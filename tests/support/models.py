@@ -24,6 +24,8 @@ def make(kind: str, seed: int) -> nn.Module:
         model = Ranks()
     elif kind == "uneven":
         model = Ranks(width=5)
+    elif kind == "many":
+        model = nn.Sequential(*[nn.Linear(3, 2) for _ in range(150)])
     elif kind == "large":
         model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])
     else:
