@@ -97,8 +97,14 @@ class Admission:
             self._engine.machine.fire(Trigger.FAIL, error=error)
 
     def end(self) -> list[Round]:
-        """Let nothing begin from here on; the rounds that are still to be ended."""
+        """Let nothing begin from here on; the rounds that are still to be ended.
+
+        Raises:
+            WrongLoop: They run under another event loop, which alone can end them.
+        """
         self.reap()
+        if self.current is not None:
+            self._check_loop()
         self.leaving = "the end"
         return self._ahead()
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, final
 
 import anyio
 
+from aiosync.errors import RoundCancelled
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -21,18 +23,34 @@ class ChannelTurn:
 
     def __init__(self) -> None:
         self.what: str | None = None
+        self._owner: str | None = None
+        self._scope: anyio.CancelScope | None = None
         self._over: anyio.Event | None = None
 
     @contextmanager
-    def taken(self, what: str) -> Iterator[None]:
-        """The channel is being changed for the length of the block."""
-        self.what, over = what, anyio.Event()
-        self._over = over
+    def taken(self, what: str, owner: str | None = None) -> Iterator[None]:
+        """The channel is being changed for the length of the block.
+
+        Raises:
+            RoundCancelled: `give_up` ended it.
+        """
+        over, scope = anyio.Event(), anyio.CancelScope()
+        self.what, self._owner, self._over, self._scope = what, owner, over, scope
         try:
-            yield
+            with scope:
+                yield
         finally:
-            self.what = None
+            self.what = self._owner = self._scope = None
             over.set()
+        if scope.cancelled_caught:
+            raise RoundCancelled(f"{what} was given up by {owner}", phase="init")
+
+    def give_up(self, owner: str | None) -> bool:
+        """End what is under way, if `owner` asked for it."""
+        if owner is None or owner != self._owner or self._scope is None:
+            return False
+        self._scope.cancel()
+        return True
 
     async def settled(self, seconds: float) -> None:
         """Wait for the end of what is under way; for `seconds` at most.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from aiosync.budget import check_seconds
-from aiosync.concurrency import run_legs
+from aiosync.concurrency import quietly, run_legs, run_to_end
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, Busy, PhaseTimeout
 from aiosync.members import MemberLink, fan_out, opened, unanswered
@@ -68,10 +68,26 @@ async def _open(engine: TrainerWeightTransferEngine[Any], limit: float) -> None:
             raise engine.wrong_order("initialize")  # closed meanwhile
         engine.machine.fire(Trigger.INITIALIZE)
     except BaseException as error:
+        # Or they would wait for this trainer, and keep the next one waiting, as long as it had.
+        await run_to_end(lambda: _call_off(engine), seconds=DEFAULTS.cleanup_s / 2)
         engine.dispose()
         if engine.state is State.IDLE:
             engine.machine.fire(Trigger.FAIL, phase="init", error=error)
         raise
+
+
+async def _call_off(engine: TrainerWeightTransferEngine[Any]) -> None:
+    """The members that have not answered our init need not go on with it."""
+
+    async def one(link: MemberLink) -> None:
+        header = RoundHeader(protocol=PROTOCOL, owner=engine.owner)
+        await link.call("abort_weight_update", "the init was given up", header=header)
+
+    waiting = set(unanswered(engine.links, "init"))
+    async with opened(engine.links), anyio.create_task_group() as group:
+        for link in engine.links:
+            if link.name in waiting and link.speaks_ours and link.supports("abort"):
+                group.start_soon(quietly, one, link)
 
 
 async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:

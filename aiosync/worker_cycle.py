@@ -64,7 +64,7 @@ class WorkerCycle:
         engine = self.engine
         if isinstance(init_info, WeightTransferInitRequest):
             init_info = init_info.init_info
-        await self._turn.settled(DEFAULTS.cleanup_s)
+        await self._turn.settled(2 * DEFAULTS.cleanup_s)
         if self._turn.what or engine.state in BUSY:
             owner = self.ownership.owner or "a client without a name"
             what = self._turn.what or f"a round of {owner}"
@@ -81,7 +81,7 @@ class WorkerCycle:
         if self._is_ended():
             raise engine.wrong_order("init")
         info = engine.parse_init_info(init_info)
-        with self._turn.taken("an init"):
+        with self._turn.taken("an init", None if header is None else header.owner):
             await engine.machine.pass_gates(Trigger.INITIALIZE)
             await self._back_to_idle()
             await self._open_channel(bare, info)
@@ -170,6 +170,8 @@ class WorkerCycle:
         await session.wait_over()
 
     async def abort(self, reason: str, *, header: RoundHeader | None = None) -> None:
+        if header is not None and self._turn.give_up(header.owner):
+            return await self._turn.settled(DEFAULTS.cleanup_s)
         self.ownership.check(header, "abort")
         session = self.session
         if session is None or (header is not None and header.round != session.number):

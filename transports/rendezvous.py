@@ -280,6 +280,7 @@ class Meeting:
                 self._waker.check()
                 if time.monotonic() >= deadline:
                     raise
+                self._reach(deadline).close()  # raises if the store has gone meanwhile
             else:
                 store.set_timeout(_left(deadline))
                 return store
