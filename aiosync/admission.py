@@ -66,6 +66,9 @@ class Admission:
         if self.leaving is not None:
             text = f"{self.leaving} of this engine is under way"
             raise Busy(text, phase="admit", detail=self._engine.standing())
+        self._check_loop()
+
+    def _check_loop(self) -> None:
         if self._loop is not None and self._loop is not _running_loop():
             raise WrongLoop(f"{self._engine.name} is in a round under another event loop")
 
@@ -103,8 +106,7 @@ class Admission:
             WrongLoop: They run under another event loop, which alone can end them.
         """
         self.reap()
-        if self.current is not None:
-            self._check_loop()
+        self._check_loop()
         self.leaving = "the end"
         return self._ahead()
 

@@ -171,7 +171,8 @@ class WorkerCycle:
 
     async def abort(self, reason: str, *, header: RoundHeader | None = None) -> None:
         if header is not None and self._turn.give_up(header.owner):
-            return await self._turn.settled(DEFAULTS.cleanup_s)
+            await self._turn.settled(DEFAULTS.cleanup_s)
+            return
         self.ownership.check(header, "abort")
         session = self.session
         if session is None or (header is not None and header.round != session.number):

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 from processes import program, replica
+from proxy import proxy
 
 
 async def lines(process):
@@ -223,3 +224,24 @@ async def test_a_rank_that_left_before_the_end_learns_from_the_ticket_what_becam
             assert rank[1]["outcome"] == "committed"
             assert (rank[1]["round"], rank[1]["version"]) == (1, 1)
         assert (await worker.facts())["version"] == 1
+
+
+@pytest.mark.fault("A-HANG-6")
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_a_send_that_fails_on_rank_0_ends_the_round_on_all_ranks(tmp_path, losses):
+    calm = await undisturbed(2, tmp_path, losses)
+    async with replica(kind="ranks", seed=2) as worker, proxy(worker.url) as middle:
+        old = await worker.facts()
+
+        async def soon():
+            await asyncio.sleep(0.02)
+
+        middle.break_route("update_weights", "500", soon)
+        said = await train(2, tmp_path, middle, rounds=1)
+        assert "no memory for down_proj" in said[0][0]["error"]
+        for rank, loss in zip(said, calm, strict=True):
+            assert rank[0]["kind"] in ("RemoteError", "RoundCancelled")
+            assert rank[0]["seconds"] < 10
+            assert rank[1]["loss"] == loss
+        assert (await worker.facts())["prints"] == old["prints"]

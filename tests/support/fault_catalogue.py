@@ -6,7 +6,9 @@ An id names a case that tests carry as ``@pytest.mark.fault("A-HANG-1")`` or in 
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
 FAULTS = {
     "A-HANG-1": "a worker's update call fails while the trainer is sending",
@@ -102,3 +104,22 @@ def fault_in_name(function: str) -> str | None:
     """The id that a test's own name begins with."""
     found = _IN_A_NAME.match(function)
     return found["id"].upper().replace("_", "-") if found else None
+
+
+def shown_faults(folder: Path) -> dict[str, set[str]]:
+    """The files whose tests show each fault, read from the sources: nothing is imported."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(folder.glob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for fault in _faults_in(node):
+                found.setdefault(fault, set()).add(path.name)
+    return found
+
+
+def _faults_in(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        own = fault_in_name(node.name)
+        return [own] if own else []
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
+        return [ast.literal_eval(argument) for argument in node.args]
+    return []
