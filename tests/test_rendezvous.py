@@ -116,6 +116,24 @@ def test_nobody_listens_names_address_and_port():
     assert time.monotonic() - began < 5
 
 
+def test_a_store_that_is_closed_on_the_way_to_it_is_not_waited_for(monkeypatch):
+    host = StoreHost("127.0.0.1")
+    meeting = Meeting(host.host, host.port, host.new_prefix(), rank=0, size=1)
+    reach = meeting._reach
+
+    def reached_in_vain(deadline):
+        way = reach(deadline)
+        host.close()
+        return way
+
+    monkeypatch.setattr(meeting, "_reach", reached_in_vain)
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="cannot connect to|nobody listens"):
+        meeting.connect(deadline=soon(30))
+    assert time.monotonic() - began < 15
+    meeting.close()
+
+
 @pytest.mark.fault("A-RDZV-1")
 def test_an_unknown_host_is_named():
     meeting = Meeting("no-such-host.invalid", 1, "test", rank=0, size=1)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Meeting", "StoreHost"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
-_OPEN_SECONDS = 1.0  # torch's own limit for one attempt to connect, abort or not
+_OPEN_SECONDS = (0.3, 2.4)  # torch's own limit for one attempt to connect, abort or not
 _AGAIN_SECONDS = 0.1
 _ANNOUNCE_SECONDS = 5.0  # one message to the store, which answers nothing
 _LAST_WORDS_SECONDS = 0.3  # what a rank said before it left comes over another connection
@@ -271,9 +271,11 @@ class Meeting:
             SETUP.release()
 
     def _open(self, remote: tuple[str, int], deadline: float) -> TCPStore:
+        seconds, longest = _OPEN_SECONDS
         while True:
             # A server that does not answer is called again and again, whatever is shut: so shortly.
-            limit = timedelta(seconds=min(_OPEN_SECONDS, max(0.01, deadline - time.monotonic())))
+            limit = timedelta(seconds=min(seconds, max(0.01, deadline - time.monotonic())))
+            seconds = min(2 * seconds, longest)  # one that is far away needs longer
             try:
                 store = TCPStore(*remote, is_master=False, wait_for_workers=False, timeout=limit)
             except RuntimeError:
