@@ -64,6 +64,8 @@ class WorkerCycle:
         engine = self.engine
         if isinstance(init_info, WeightTransferInitRequest):
             init_info = init_info.init_info
+        caller = None if header is None else header.owner
+        self._turn.give_up(caller)  # its own earlier one: that it was given up may have got lost
         await self._turn.settled(2 * DEFAULTS.cleanup_s)
         if self._turn.what or engine.state in BUSY:
             owner = self.ownership.owner or "a client without a name"
@@ -81,7 +83,7 @@ class WorkerCycle:
         if self._is_ended():
             raise engine.wrong_order("init")
         info = engine.parse_init_info(init_info)
-        with self._turn.taken("an init", None if header is None else header.owner):
+        with self._turn.taken("an init", caller):
             await engine.machine.pass_gates(Trigger.INITIALIZE)
             await self._back_to_idle()
             await self._open_channel(bare, info)
@@ -89,7 +91,7 @@ class WorkerCycle:
                 await self._dispose()
                 engine.close_lane()
                 raise engine.wrong_order("init")
-            self.ownership.take(header.owner if header is not None else None)
+            self.ownership.take(caller)
             engine.machine.fire(Trigger.INITIALIZE, version=label_of(engine.version))
 
     async def start(self, bare: Callable[..., Any], *, header: RoundHeader | None = None) -> None:

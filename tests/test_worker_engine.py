@@ -644,6 +644,20 @@ async def test_init_during_an_init_is_busy():
         assert engine.cycle.ownership.owner == "trainer"
 
 
+async def test_init_ends_the_one_that_its_own_trainer_gave_up():
+    async with by_hand() as engine:
+        engine.hold("init")
+        first = asyncio.create_task(owned(engine, "a"))
+        await engine.reached["init"].wait()
+        del engine.reached["init"]  # the second one does not wait
+        async with asyncio.timeout(10):
+            await owned(engine, "a")
+        with pytest.raises(RoundCancelled, match="an init was given up by a"):
+            await first
+        assert (engine.state, engine.cycle.ownership.owner) == (State.INITIALIZED, "a")
+        await whole_round(engine, 1, 1)
+
+
 async def test_init_that_fails_leaves_a_failed_engine_that_can_be_initialised_again():
     async with by_hand() as engine:
         engine.errors["init"] = OSError("no such host")
