@@ -55,12 +55,18 @@ class MemberLink:
         """Whether the peer answered our handshake (a stock vLLM does not)."""
         return self.capabilities.protocol > 0
 
-    def begin_round(self) -> None:
-        """Forget what the last round left here."""
-        self.outcome = "pending"
+    def forget_round(self) -> None:
+        """A round is being admitted: what the last one left here is not this one's."""
+        if self.outcome != "unknown":  # that lasts until the worker is asked, or takes a round
+            self.outcome = "pending"
         self.answered = self.phase = self.error = None
-        self.progress_at = time.monotonic()
         self.seconds = 0.0
+
+    def begin_round(self) -> None:
+        """From here on bytes may move."""
+        self.forget_round()
+        self.outcome = "pending"
+        self.progress_at = time.monotonic()
 
     @property
     def restarted(self) -> bool:

@@ -128,6 +128,8 @@ class Round:
                 return recorded
             self._began = time.monotonic()
             self.engine.ranks.begin(self.settings.deadline)
+            for link in self.links:
+                link.forget_round()
             async with opened(self.links, seconds=min(self.seconds_left, DEFAULTS.connect_s)):
                 await self._guarded(body or self._phases)
         except BaseException as error:

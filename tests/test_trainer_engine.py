@@ -118,6 +118,18 @@ async def test_report_of_a_round():
         assert metrics["sync/seconds/total"] >= metrics["sync/seconds/update"]
 
 
+async def test_report_of_a_round_that_never_began_claims_nothing_of_the_last_one():
+    async with looped(workers=2) as pair:
+        await pair.assert_next_round_works()
+        pair.trainer.gate("start", lambda _: False)
+        with pytest.raises(aiosync.GateRejected) as caught:
+            await pair.trainer.send_weights(budget=BUDGET)
+        report = caught.value.report
+        assert [member.outcome for member in report.members] == ["failed", "failed"]
+        assert (report.nbytes, report.seconds["total"] > 0) == (0, True)
+        assert all(member.weights == "intact" for member in report.members)
+
+
 async def test_report_of_a_failed_round_is_on_its_error():
     async with looped(script={"receiver": [Fault.raises(2, OSError("disk full"))]}) as pair:
         with pytest.raises(RemoteError, match="disk full") as caught:
