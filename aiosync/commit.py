@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiosync.concurrency import first_line, hold_on
-from aiosync.errors import AiosyncError, OutcomeUnknown, PeerLost, PhaseTimeout, ProtocolMismatch
+from aiosync.errors import (
+    AiosyncError,
+    Fenced,
+    OutcomeUnknown,
+    PeerLost,
+    PhaseTimeout,
+    ProtocolMismatch,
+)
 from aiosync.members import fan_out
 from aiosync.watchable import BUSY
 
@@ -40,7 +47,8 @@ async def commit(round: Round) -> None:
             reply = await link.call("finish_weight_update", round.label, header=round.header(link))
             if link.speaks_ours and not _confirms(round, getattr(reply, "peer", None)):
                 raise ProtocolMismatch("the answer does not say that the version is committed")
-        except (PeerLost, PhaseTimeout, ProtocolMismatch) as error:
+        except (PeerLost, PhaseTimeout, ProtocolMismatch, Fenced) as error:
+            # Fenced: the call may have come twice, and somebody taken over in between.
             await _ask(round, link, error)
         except AiosyncError as error:
             if error.code != AiosyncError.code or not link.supports("status"):

@@ -22,7 +22,8 @@ class Ownership:
 
     def __init__(self) -> None:
         self.owner: str | None = None
-        self.epoch = 0
+        # A restarted worker's epochs are later than all before: what was meant for those is fenced.
+        self.epoch = time.time_ns() // 1_000_000
         self.since = time.time()
         self.last_round = 0
         self.outcome: BaseException | None = None
@@ -75,6 +76,12 @@ class Ownership:
         self.outcome = None
         self.settled = False
         return number
+
+    def pass_over(self, header: RoundHeader, outcome: BaseException) -> None:
+        """A round was given up before its start arrived: that one comes too late now."""
+        if header.round > self.last_round:
+            self.begin(header)
+            self.settle(outcome)
 
     def settle(self, outcome: BaseException | None) -> None:
         """Record how the last round ended."""

@@ -177,9 +177,11 @@ class WorkerCycle:
             return
         self.ownership.check(header, "abort")
         session = self.session
+        text = f"aborted by the trainer{': ' + reason if reason else ''}"
+        if session is None and header is not None:
+            self.ownership.pass_over(header, RoundCancelled(text, round=header.round))
         if session is None or (header is not None and header.round != session.number):
             return
-        text = f"aborted by the trainer{': ' + reason if reason else ''}"
         session.cancel(RoundCancelled(text, round=session.number))
         with anyio.move_on_after(DEFAULTS.finish_s):
             await session.wait_over()

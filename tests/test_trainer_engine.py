@@ -1123,6 +1123,24 @@ async def test_fleet_with_one_that_fails():
         await pair.assert_next_round_works(1)
 
 
+async def test_finish_that_is_fenced_is_asked_for():
+    """Repeated on the way, it may have been carried out before somebody else took the worker."""
+
+    async def after(member, called):
+        if called == "finish_weight_update":
+            await pair.worker.init_transfer_engine(
+                pair.trainer.get_worker_init_payload() | {"reader": 0},
+                header=aiosync.RoundHeader(owner="somebody"),
+            )
+            raise aiosync.Fenced("finish: somebody else is the owner")
+
+    async with looped(after=after) as pair:
+        report = await pair.trainer.send_weights(version=1, budget=BUDGET)
+        assert report.outcome == "committed"
+        assert pair.worker.version == report.version
+        assert pair.is_equal()
+
+
 @pytest.mark.fault("A-HANG-4")
 @pytest.mark.parametrize("phase", ["start", "update", "prepare", "finish"])
 async def test_error_lists_every_member_that_failed(phase):

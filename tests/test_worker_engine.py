@@ -625,11 +625,12 @@ async def test_init_by_another_owner_takes_over_and_releases_first():
     async with by_hand() as engine:
         triggers = []
         await owned(engine)
+        epoch = engine.cycle.ownership.epoch
         engine.on_transition(lambda t: triggers.append(t.trigger))
         await owned(engine, "another")
         assert triggers == ["release", "initialize"]
         assert engine.steps == ["init", "shutdown", "init"]
-        assert engine.cycle.ownership.epoch == 2
+        assert engine.cycle.ownership.epoch == epoch + 1
 
 
 async def test_init_during_an_init_is_busy():
@@ -889,6 +890,27 @@ async def test_swap_that_cannot_have_the_gate_keeps_the_old_version(monkeypatch)
         await whole_round(engine, 3, 3)
 
 
+async def test_a_start_that_comes_after_its_abort_opens_nothing():
+    async with by_hand() as engine:
+        await owned(engine)
+        late = header(engine, 1, 1)
+        await engine.abort_weight_update("cancelled", header=late)
+        with pytest.raises(Fenced, match="round 1 is not newer"):
+            await engine.start_weight_update(header=late)
+        assert engine.state is State.INITIALIZED
+        await whole_round(engine, 2, 1)
+
+
+async def test_what_was_meant_for_an_earlier_process_is_fenced():
+    async with by_hand() as before:
+        await owned(before)
+        late = header(before, 1, 1)
+    async with by_hand() as after:
+        await owned(after)
+        with pytest.raises(Fenced, match="is not the owner"):
+            await after.start_weight_update(header=late)
+
+
 # -- what it says of itself
 
 
@@ -898,7 +920,8 @@ async def test_peer_state_is_json_and_follows_the_round():
         await owned(engine)
         await engine.start_weight_update(header=header(engine, 1, 1))
         peer = engine.peer_state()
-        assert (peer.state, peer.owner, peer.epoch) == ("updating", "trainer", 1)
+        assert (peer.state, peer.owner) == ("updating", "trainer")
+        assert peer.epoch == engine.cycle.ownership.epoch
         assert peer.detail["round"] == 1
         assert not peer.detail["settled"]
         await engine.abort_weight_update("why not", header=header(engine, 1))
