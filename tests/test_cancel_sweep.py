@@ -37,7 +37,7 @@ async def test_cancelled_while_the_model_is_filled_in_place(backend, scene, how,
         await sweep.sweep(it, scene, how, TURNS)
 
 
-@pytest.mark.parametrize("how", (*sweep.FAULTS, "session"))
+@pytest.mark.parametrize("how", [*sweep.FAULTS, "session"])
 @pytest.mark.parametrize(("backend", "scene"), named(ROUNDS))
 async def test_something_raises_after_k_turns(backend, scene, how, monkeypatch):
     async with sweep.rig(backend, monkeypatch, workers=WORKERS[backend]) as it:

@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Self
 
 import anyio
 import models
@@ -75,7 +76,7 @@ class Tapped:
     def __init__(self, inner: Any, faults: Faults) -> None:
         self._inner, self._faults = inner, faults
 
-    async def __aenter__(self) -> Tapped:
+    async def __aenter__(self) -> Self:
         if hasattr(self._inner, "__aenter__"):
             await self._inner.__aenter__()
         return self
@@ -301,8 +302,8 @@ def scenes(backend: str) -> list[Scene]:
         Scene("round", "trainer", "call", _send),
     ]
     for side in ("trainer", "worker"):
-        for trigger in ("start", "update", "finalize", "complete"):
-            found.append(Scene("round", side, trigger, _send))
+        flips = ("start", "update", "finalize", "complete")
+        found += [Scene("round", side, trigger, _send) for trigger in flips]
         found.append(Scene("given_up", side, given_up, _send, _break_source, may_raise=True))
         found.append(Scene("shutdown", side, "release", _shut))
     return [
@@ -456,7 +457,7 @@ async def _judge(it: Rig, old: list[dict[str, str]], tasks: set[Any]) -> None:
                 await asyncio.sleep(0.001)
         assert not lane.poisoned, "a call that can be aborted was left behind"
     for seen in it.seen.values():
-        for one, other in zip(seen, seen[1:], strict=False):
+        for one, other in pairwise(seen):
             assert (one.dest, one.seq + 1) == (other.source, other.seq), seen
     await it.ready()  # at once, as its user would
     await _no_task_left(tasks)
