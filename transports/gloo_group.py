@@ -62,6 +62,7 @@ class GlooGroup:
         self.rank, self.size = meeting.rank, meeting.size
         self.names: Sequence[str] = meeting.names
         self._meeting = meeting
+        self._options: Any = None  # with a device, that is a listener and a thread, in `join`
         self._group: Any = None  # a ProcessGroupGloo; torch's stubs know none of its methods
         self._ports: set[int] = set()
         self._listeners: dict[Address, int] = {}  # of the other ranks
@@ -87,15 +88,14 @@ class GlooGroup:
             what = f"join the group of {', '.join(self.names)}"
             # A little longer than each wait within, which names who is missing.
             with meeting.limited(what, deadline=deadline + _SLACK, interrupt=self._shut):
-                options = self._listen(deadline)
+                self._options = self._listen(deadline)
                 here = json.dumps([meeting.local, *sorted(self._ports)]).encode()
                 meeting.announce("here", here)
                 for rank, told in enumerate(meeting.gather("here", deadline=deadline)):
                     if rank != self.rank:
                         host, *ports = json.loads(told)
                         self._listeners.update({(host, port): rank for port in ports})
-                store = PrefixStore(f"{meeting.prefix}/gloo", meeting.store)
-                self._keep(self._connect(store, options))
+                self._keep(self._connect())
                 out = [numeric(s.getsockname())[1] for s, r in self._sockets.items() if r >= 0]
                 meeting.announce("joined", json.dumps(out).encode())
                 self._name_sockets(meeting.gather("joined", deadline=deadline))
@@ -105,6 +105,8 @@ class GlooGroup:
             if isinstance(error, AiosyncError):
                 error.locate(phase="init")
             raise
+        finally:
+            self._options = None  # the group has it; after a failure nobody needs its listener
 
     def broadcast(self, data: torch.Tensor, *, timeout: float) -> Any:
         """See `transports.groups.CollectiveGroup.broadcast`."""
@@ -225,9 +227,10 @@ class GlooGroup:
         options._timeout = timedelta(seconds=limit)  # noqa: SLF001
         return options
 
-    def _connect(self, store: PrefixStore, options: Any) -> Any:
+    def _connect(self) -> Any:
+        store = PrefixStore(f"{self._meeting.prefix}/gloo", self._meeting.store)
         try:
-            return ProcessGroupGloo(store, self.rank, self.size, options)
+            return ProcessGroupGloo(store, self.rank, self.size, self._options)
         except RuntimeError as error:
             if "timeout" not in str(error).lower() or self._aborted:
                 raise
@@ -240,9 +243,13 @@ class GlooGroup:
                 rank=ranks[0] if len(ranks) == 1 else None,
                 phase="init",
             ) from error
+        finally:
+            del store  # a traceback may keep this frame, and it a connection
 
     def _keep(self, group: Any) -> None:
         with self._lock:
+            if self._closed:  # while the last connection came up: nobody would let go of it
+                raise TransportAborted("the group was closed")
             self._group = group
             for sock in self._find():
                 self._sockets[sock] = self._listeners.get(numeric(sock.getpeername()), _UNKNOWN)
