@@ -803,3 +803,25 @@ def test_lane_is_lane_like():
 def test_module_needs_no_torch():
     code = "import sys, transports.lane, transports.planning; assert 'torch' not in sys.modules"
     run_program("-c", code)
+
+
+@pytest.mark.anyio
+async def test_an_error_that_is_kept_keeps_nothing_of_its_call():
+    class Held:
+        pass
+
+    alive = []
+
+    def fails():
+        held = Held()
+        alive.append(weakref.ref(held))
+        try:
+            raise OSError("inner")
+        except OSError as error:
+            raise ValueError("outer") from error
+
+    async with Lane("keeps-nothing") as lane:
+        with pytest.raises(ValueError, match="outer") as caught:
+            await lane.run(fails)
+    assert alive[0]() is None
+    assert caught.traceback[-1].name == "fails"  # where it came from can still be told

@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any, final
 
 import anyio
@@ -224,6 +225,7 @@ class LaneWorker:
             call.value = call.fn(*call.args)  # type: ignore[misc]  # set while it is running
         except BaseException as exc:  # noqa: BLE001 - raised by the caller, whatever it is
             call.error = exc
+            _let_go(exc)
         with self._lock:
             self.running = False
             self.failed += call.error is not None
@@ -243,6 +245,19 @@ class LaneWorker:
             except BaseException:  # nobody is left to raise it to
                 logger.debug("lane %s: discard raised", self.name, exc_info=True)
         call.value = call.error = None
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames of an error's traceback.
+
+    Errors are kept (as a round's outcome, by whoever logs them), and often by a cycle; sockets,
+    threads and tensors of the call must not live as long.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _post(call: LaneCall, event: anyio.Event) -> bool:
