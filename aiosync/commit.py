@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from aiosync.concurrency import first_line, hold_on
+from aiosync.concurrency import first_line, hold_on, raise_ranked
 from aiosync.errors import (
     AiosyncError,
     Fenced,
@@ -39,7 +39,7 @@ async def commit(round: Round) -> None:
         OutcomeUnknown: A member neither answered nor could be asked.
         RemoteError: A member refused or failed.
     """
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
 
     async def one(link: MemberLink) -> None:
         link.outcome = "unknown"
@@ -68,8 +68,7 @@ async def commit(round: Round) -> None:
             failures.append(error)
 
     await hold_on(all_of_them, grace=round.budget.cleanup / 2)
-    if failures:
-        raise failures[0]
+    raise_ranked(failures)
 
 
 async def _settle(round: Round, link: MemberLink, error: AiosyncError) -> None:

@@ -64,8 +64,7 @@ async def run_legs(
     async with anyio.create_task_group() as group:
         group.start_soon(run_control)
         group.start_soon(run_data)
-    if failures:
-        raise rank_errors(failures)
+    raise_ranked(failures)
     return results[0]
 
 
@@ -93,6 +92,18 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+def raise_ranked(failures: list[BaseException]) -> None:
+    """Raise the root cause among `failures`, if there are any; empties the list.
+
+    An error that is listed in a frame of its own traceback is a cycle, too (see `collapse`).
+    """
+    if failures:
+        try:
+            raise rank_errors(failures)
+        finally:
+            failures.clear()
+
+
 def rank_errors(errors: Sequence[BaseException]) -> BaseException:
     """The root cause among `errors`, the others attached to it as notes.
 
@@ -117,16 +128,16 @@ def _distance_from_cause(error: BaseException) -> int:
 
 def collapse(error: BaseException) -> BaseException:
     """One plain exception out of a (nested) exception group."""
+    # No recursive inner function: it would be a cycle that keeps the errors, and what the frames of
+    # their tracebacks hold (a group's sockets and threads), until the next garbage collection.
     leaves: list[BaseException] = []
-
-    def walk(current: BaseException) -> None:
+    waiting = [error]
+    while waiting:
+        current = waiting.pop()
         if isinstance(current, BaseExceptionGroup):
-            for child in current.exceptions:
-                walk(child)
+            waiting.extend(reversed(current.exceptions))
         else:
             leaves.append(current)
-
-    walk(error)
     return rank_errors(leaves)
 
 

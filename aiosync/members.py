@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from aiosync.client import Capabilities, adapt_client
-from aiosync.concurrency import collapse, rank_errors, uncancelled
+from aiosync.concurrency import collapse, raise_ranked, uncancelled
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, PhaseTimeout, RemoteError
 from aiosync.replies import refuse_denial
@@ -243,6 +243,7 @@ async def fan_out(
                 cause.add_note(f"replica {link.name}, phase {phase}")
             link.error = f"{type(cause).__name__}: {getattr(cause, 'message', cause)}"
             failures.append(cause)
+            del cause  # this frame is in its traceback
         finally:
             link.seconds += time.monotonic() - began
             done += 1
@@ -254,6 +255,5 @@ async def fan_out(
     async with anyio.create_task_group() as group:
         for link in links:
             group.start_soon(one, link)
-    if failures:
-        raise rank_errors(failures)
+    raise_ranked(failures)
     return results

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
+import types
+import weakref
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from aiosync.concurrency import (
@@ -29,6 +33,7 @@ from aiosync.errors import (
     TransportAborted,
     Validation,
 )
+from aiosync.members import fan_out
 
 pytestmark = pytest.mark.asyncio
 
@@ -498,3 +503,43 @@ async def test_milestone():
     await asyncio.wait(waiters, timeout=5)
     assert milestone.is_set()
     assert all(waiter.done() for waiter in waiters)
+
+
+class Held:
+    """Stands for what a frame of a traceback keeps alive: a group's sockets and threads."""
+
+
+@pytest.mark.parametrize("way", ["legs", "members", "group"])
+async def test_an_error_lets_go_of_what_its_frames_held_without_a_garbage_collection(way):
+    alive = []
+
+    async def fails(_=None):
+        held = Held()
+        alive.append(weakref.ref(held))
+        raise OSError("gone")
+
+    async def waits():
+        await anyio.sleep(5)
+
+    async def attempt():
+        if way == "legs":
+            await run_legs(waits, fails, linger=0.1)
+        elif way == "members":
+            link = types.SimpleNamespace(name="w", phase=None, error=None, answered=None, seconds=0)
+            await fan_out([link], fails, phase="update", linger=0.1)
+        else:
+            try:
+                await fails()
+            except OSError as error:
+                collapse(ExceptionGroup("", [ValueError(), error]))
+                raise
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(OSError):
+            await attempt()
+        await anyio.lowlevel.checkpoint()
+        assert [ref() for ref in alive] == [None]
+    finally:
+        gc.enable()
