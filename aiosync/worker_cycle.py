@@ -65,8 +65,9 @@ class WorkerCycle:
         if isinstance(init_info, WeightTransferInitRequest):
             init_info = init_info.init_info
         caller = None if header is None else header.owner
-        self._turn.give_up(caller)  # its own earlier one: that it was given up may have got lost
-        await self._turn.settled(2 * DEFAULTS.cleanup_s)
+        # Its own earlier one: that it was given up may have got lost. It frees what it has opened.
+        mine = self._turn.give_up(caller)
+        await self._turn.settled(DEFAULTS.connect_s if mine else 2 * DEFAULTS.cleanup_s)
         if self._turn.what or engine.state in BUSY:
             owner = self.ownership.owner or "a client without a name"
             what = self._turn.what or f"a round of {owner}"
