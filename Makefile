@@ -28,11 +28,14 @@ COMPILED_DEV := $(COMPILED_RUN), hypothesis, numpy, pytest, torch.distributed, t
 # What must hold in full; elsewhere coverage is reported, not enforced.
 COVERED := statemachines/*,transports/planning.py,aiosync/messages.py,aiosync/codec.py
 
-.PHONY: help demo test test-faults lint bench clean distclean
+.PHONY: help demo test test-faults sweep model leaks lint bench clean distclean
 
 help:
 	@echo "make demo    reinforcement learning with live weight updates, in processes of its own"
 	@echo "make test    all tests, with coverage"
+	@echo "make sweep   every moment of a round cancelled and broken, on every backend (half an hour)"
+	@echo "make model   the protocol explored exhaustively (half a minute)"
+	@echo "make leaks   1,000 cancelled rounds, and what is left of them (a few minutes)"
 	@echo "make test-faults    each fault of docs/faults.md, and whether its tests pass"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   each engine beside the raw primitive it is built on"
@@ -50,6 +53,15 @@ ifeq ($(strip $(ARGS)),)
 	@$(PY) -m coverage report --skip-covered --include='aiosync/*,transports/*,statemachines/*'
 	@$(PY) -m coverage report --skip-covered --show-missing --include='$(COVERED)' --fail-under=100
 endif
+
+sweep: $(VENV)/.stamp-dev
+	@TORCH_CPP_LOG_LEVEL=FATAL $(PY) tests/support/full_sweep.py $(ARGS)
+
+model: $(VENV)/.stamp-dev
+	@$(PY) tests/support/protocol_model.py
+
+leaks: $(VENV)/.stamp-dev
+	@TORCH_CPP_LOG_LEVEL=FATAL $(PY) tests/support/leaks.py $(ARGS)
 
 test-faults: $(VENV)/.stamp-dev
 	@$(PY) -m pytest --faults -q --no-header $(ARGS)

@@ -65,12 +65,12 @@ class WorkerCycle:
         if isinstance(init_info, WeightTransferInitRequest):
             init_info = init_info.init_info
         caller = None if header is None else header.owner
-        # Its own earlier one: that it was given up may have got lost. It frees what it has opened.
-        mine = self._turn.give_up(caller)
+        mine = self._turn.give_up(caller)  # the news that it was given up may have got lost
         await self._turn.settled(DEFAULTS.connect_s if mine else 2 * DEFAULTS.cleanup_s)
         if self._turn.what or engine.state in BUSY:
-            owner = self.ownership.owner or "a client without a name"
-            what = self._turn.what or f"a round of {owner}"
+            what = (
+                self._turn.what or f"a round of {self.ownership.owner or 'a client without a name'}"
+            )
             raise Busy(
                 f"{what} is under way (state {engine.state.value})",
                 replica=engine.name,
@@ -177,8 +177,7 @@ class WorkerCycle:
             await self._turn.settled(DEFAULTS.cleanup_s)
             return
         self.ownership.check(header, "abort")
-        session = self.session
-        text = f"aborted by the trainer{': ' + reason if reason else ''}"
+        session, text = self.session, f"aborted by the trainer{': ' + reason if reason else ''}"
         if session is None and header is not None:
             self.ownership.pass_over(header, RoundCancelled(text, round=header.round))
         if session is None or (header is not None and header.round != session.number):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import sys
 from typing import Any
@@ -48,6 +49,8 @@ async def main() -> None:
         version = engine.version.label if engine.version else None
         facts: dict[str, Any] = {"prints": prints, "version": version}
         facts |= {"state": engine.state.value, "weights": engine.weights.value}
+        gc.collect()  # what only a cycle keeps is no leak
+        facts["tasks"] = len(asyncio.all_tasks())
         return web.json_response(facts)
 
     app = web.Application()
