@@ -75,11 +75,8 @@ class WorkerCycle:
                 f"{what} is under way (state {engine.state.value})",
                 replica=engine.name,
                 phase="init",
-                detail={
-                    **engine.standing(),
-                    "owner": self.ownership.owner,
-                    "since": self.ownership.since,
-                },
+                detail=engine.standing()
+                | {"owner": self.ownership.owner, "since": self.ownership.since},
             )
         if self._is_ended():
             raise engine.wrong_order("init")
