@@ -19,7 +19,7 @@ from aiosync.errors import PeerLost
 from transports.forked import keep_from_children
 from transports.links import Link
 from transports.listener import Listener
-from transports.star import StarHub, join_star
+from transports.star_door import StarHub, join_star
 from transports.waker import Waker
 
 
