@@ -16,11 +16,13 @@ from aiosync.errors import Coverage as Coverage
 from aiosync.errors import DigestMismatch as DigestMismatch
 from aiosync.errors import Fenced as Fenced
 from aiosync.errors import GateRejected as GateRejected
+from aiosync.errors import GenerationAborted as GenerationAborted
 from aiosync.errors import InvalidTransition as InvalidTransition
 from aiosync.errors import LanePoisoned as LanePoisoned
 from aiosync.errors import LocalError as LocalError
 from aiosync.errors import OutcomeUnknown as OutcomeUnknown
 from aiosync.errors import OutOfSharedMemory as OutOfSharedMemory
+from aiosync.errors import Paused as Paused
 from aiosync.errors import PeerLost as PeerLost
 from aiosync.errors import PhaseTimeout as PhaseTimeout
 from aiosync.errors import ProtocolMismatch as ProtocolMismatch
@@ -147,6 +149,8 @@ if TYPE_CHECKING:
     )
     from aiosync.front_door import connect as connect
     from aiosync.generation import GenerationGate as GenerationGate
+    from aiosync.generation import GenerationRequest as GenerationRequest
+    from aiosync.generation import PauseMode as PauseMode
     from aiosync.handle import (
         RoundProgress as RoundProgress,
     )
@@ -253,6 +257,8 @@ if TYPE_CHECKING:
     from transports.sharing import SharedStorage as SharedStorage
 
 _LAZY = {
+    "PauseMode": "aiosync.generation",
+    "GenerationRequest": "aiosync.generation",
     "Budget": "aiosync.budget",
     "Capabilities": "aiosync.client",
     "DEFAULTS": "aiosync.defaults",

@@ -18,6 +18,9 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float = 30.0  # longest time without a byte of progress
     finish_s: float = 60.0  # prepare and commit: verify, swap, post-process
     commit_s: float = 300.0  # a worker's swap alone; past it the swap counts as stuck
+    queue_s: float = 60.0  # a request behind a pause or a swap, before it is refused
+    queue_limit: int = 4096  # requests that queue there
+    retry_after_s: float = 1.0  # what a refused request is told
     cleanup_s: float = 1.0  # everything that happens after the deadline or the first failure
 
     lease_s: float = 30.0  # silence of a trainer that an open round survives

@@ -33,11 +33,13 @@ __all__ = [
     "DigestMismatch",
     "Fenced",
     "GateRejected",
+    "GenerationAborted",
     "InvalidTransition",
     "LanePoisoned",
     "LocalError",
     "OutOfSharedMemory",
     "OutcomeUnknown",
+    "Paused",
     "PeerLost",
     "PhaseTimeout",
     "ProtocolMismatch",
@@ -112,6 +114,20 @@ class RoundCancelled(AiosyncError):
     code = "round_cancelled"
 
 
+class Paused(AiosyncError):
+    """Generation is held: a new request has to come back, ``detail["retry_after_s"]`` says when."""
+
+    code = "paused"
+    default_retryable = True
+
+
+class GenerationAborted(AiosyncError):
+    """A generation has to end with what it has."""
+
+    code = "generation_aborted"
+    default_retryable = True
+
+
 class WrongLoop(AiosyncError):
     """A round is under way under another event loop."""
 
@@ -133,10 +149,12 @@ KINDS: dict[str, type[AiosyncError]] = {
         DigestMismatch,
         Fenced,
         GateRejected,
+        GenerationAborted,
         InvalidTransition,
         LanePoisoned,
         OutOfSharedMemory,
         OutcomeUnknown,
+        Paused,
         PeerLost,
         PhaseTimeout,
         ProtocolMismatch,

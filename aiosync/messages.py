@@ -217,6 +217,7 @@ _STATUS = {
     "busy": 409,
     "refused": 409,
     "torn": 503,
+    "paused": 503,
 }
 _KIND_OF_STATUS: dict[int, type[AiosyncError]] = {
     400: Validation,
