@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from aiosync.client import (
         SupportsAbort as SupportsAbort,
     )
+    from aiosync.client import SupportsDraft as SupportsDraft
+    from aiosync.client import SupportsPause as SupportsPause
     from aiosync.client import (
         SupportsPrepare as SupportsPrepare,
     )
@@ -226,6 +228,9 @@ if TYPE_CHECKING:
     from aiosync.ticket import RoundTicket as RoundTicket
     from aiosync.trainer import TrainerWeightTransferEngine as TrainerWeightTransferEngine
     from aiosync.version import Version as Version
+    from aiosync.weight_targets import Adapter as Adapter
+    from aiosync.weight_targets import Draft as Draft
+    from aiosync.weight_targets import Model as Model
     from aiosync.worker import WeightTransferEngine as WeightTransferEngine
     from aiosync.worker_group import WorkerGroup as WorkerGroup
     from statemachines import (
@@ -257,6 +262,11 @@ if TYPE_CHECKING:
     from transports.sharing import SharedStorage as SharedStorage
 
 _LAZY = {
+    "SupportsPause": "aiosync.client",
+    "SupportsDraft": "aiosync.client",
+    "Model": "aiosync.weight_targets",
+    "Draft": "aiosync.weight_targets",
+    "Adapter": "aiosync.weight_targets",
     "PauseMode": "aiosync.generation",
     "GenerationRequest": "aiosync.generation",
     "Budget": "aiosync.budget",

@@ -7,11 +7,14 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Self, final
 
 from aiosync.budget import check_seconds
+from aiosync.client_controls import ControlCalls
 from aiosync.client_protocol import (
     Capabilities,
     Readiness,
     Reply,
     SupportsAbort,
+    SupportsDraft,
+    SupportsPause,
     SupportsPrepare,
     SupportsStatus,
     VLLMWeightSyncClient,
@@ -22,7 +25,7 @@ from aiosync.client_protocol import (
 from aiosync.codec import encode_json
 from aiosync.connections import Connections, Endpoint
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import ProtocolMismatch, Validation
+from aiosync.errors import Validation
 from aiosync.former_names import KnowsFormerNames
 from aiosync.ipc_handles import with_pickled_handles
 from aiosync.replies import read_readiness, read_reply
@@ -42,6 +45,8 @@ __all__ = [
     "Readiness",
     "Reply",
     "SupportsAbort",
+    "SupportsDraft",
+    "SupportsPause",
     "SupportsPrepare",
     "SupportsStatus",
     "VLLMWeightSyncClient",
@@ -54,7 +59,7 @@ _NO_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 @final
-class HTTPVLLMWeightSyncClient(KnowsFormerNames):
+class HTTPVLLMWeightSyncClient(ControlCalls, KnowsFormerNames):
     """One inference server, over TCP or a Unix socket.
 
     Every method takes ``timeout=`` for this one call, and ``header=`` where a round has one; it
@@ -175,21 +180,6 @@ class HTTPVLLMWeightSyncClient(KnowsFormerNames):
         """Have the server leave the data plane; idempotent."""
         return await self._do("shutdown_weight_transfer_engine", "shutdown", {}, header, timeout)
 
-    async def get_world_size(self, include_dp: bool = True, *, timeout: float | None = None) -> int:
-        """Worker ranks behind this server."""
-        query = {"include_dp": "true" if include_dp else "false"}
-        reply = await self._ask("get_world_size", "world_size", timeout, query)
-        size = reply.message["world_size"]
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ProtocolMismatch(
-                f"world_size must be an int of at least 1, not {size!r}", replica=self.name
-            )
-        return size
-
-    async def weight_info(self, *, timeout: float | None = None) -> Reply:
-        """``message["weight_version"]`` is the label of the version that serves."""
-        return await self._ask("weight_info", "weight_version", timeout)
-
     # -- ours ------------------------------------------------------------------------------------
 
     async def prepare_weight_update(
@@ -262,12 +252,16 @@ class HTTPVLLMWeightSyncClient(KnowsFormerNames):
         body: dict[str, Any],
         header: RoundHeader | None,
         timeout: float | None,
+        *,
+        query: dict[str, Any] | None = None,
+        needs: str | None = None,
+        bodied: bool = False,
     ) -> Reply:
         if header is not None:
             body = {**body, "aiosync": header}
         limit = self.timeout if timeout is None else check_seconds(timeout, "timeout")
         try:
-            data = encode_json(body) if body else None
+            data = encode_json(body) if body or bodied else None
         except Validation as error:
             error.locate(replica=self.name, phase=phase)
             if phase == "update" and not self.allow_pickled_handles:
@@ -275,8 +269,10 @@ class HTTPVLLMWeightSyncClient(KnowsFormerNames):
                     "CUDA-IPC handles for a stock vLLM need allow_pickled_handles=True"
                 )
             raise
-        raw = await self._connections.send("POST", route, phase=phase, timeout=limit, body=data)
-        return read_reply(raw, replica=self.name, phase=phase)
+        raw = await self._connections.send(
+            "POST", route, phase=phase, timeout=limit, body=data, query=query
+        )
+        return read_reply(raw, replica=self.name, phase=phase, needs=needs)
 
     async def _ask(
         self,

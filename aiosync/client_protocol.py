@@ -29,6 +29,13 @@ _OPTIONAL = (
     "weight_update_status",
     "shutdown_weight_transfer_engine",
     "capabilities",
+    "pause",
+    "resume",
+    "is_paused",
+    "abort_requests",
+    "start_draft_weight_update",
+    "update_weight_version",
+    "weight_checker",
     "weight_info",
     "get_world_size",
     "health",
@@ -68,6 +75,22 @@ class SupportsStatus(Protocol):
     """The peer can be asked what it holds and in which state it is."""
 
     async def weight_update_status(self) -> Any: ...
+
+
+@runtime_checkable
+class SupportsPause(Protocol):
+    """Generation can be held and let go on, whoever drives the round."""
+
+    async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> Any: ...
+
+    async def resume(self) -> Any: ...
+
+
+@runtime_checkable
+class SupportsDraft(Protocol):
+    """A round can update the draft model."""
+
+    async def start_draft_weight_update(self) -> Any: ...
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,6 +35,8 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_s: float = 0.5  # a closing server waits this long, twice, for running handlers
 
     body_limit_bytes: int = 64 << 20  # request body a server reads; 60,000 names are 4.5 MB
+    init_body_bytes: int = 4 << 20  # the same of calls that announce no metadata
+    small_body_bytes: int = 64 << 10  # the same of calls with next to no body
     reply_limit_bytes: int = 4 << 20  # reply body a client reads
     event_limit_bytes: int = 1 << 20  # one line of an event stream
     token_limit_bytes: int = 4 << 10  # a token file

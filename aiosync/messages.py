@@ -17,6 +17,7 @@ from aiosync.errors import KINDS, AiosyncError, ProtocolMismatch, Unauthorized, 
 
 # At run time: msgspec resolves the annotations of a Struct when it is first decoded.
 from aiosync.version import Version
+from aiosync.weight_targets import Target
 
 PROTOCOL = 1
 
@@ -39,6 +40,7 @@ class RoundHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         base_version: What the sender believes the worker holds.
         digest: Of the chunk plan.
         metadata_digest: Digest over names, dtypes and shapes, instead of sending them again.
+        target: What the round updates; None: the model. Sent with ``start``.
     """
 
     protocol: int = PROTOCOL
@@ -52,6 +54,7 @@ class RoundHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rollback: bool = False
     digest: Name | None = None
     metadata_digest: Name | None = None
+    target: Target | None = None
 
 
 class PeerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +64,8 @@ class PeerState(msgspec.Struct, frozen=True, kw_only=True):
         incarnation: New for each process; a change means the worker restarted.
         state: State of the engine's machine.
         weights: ``"intact"``, ``"torn"`` or ``"unknown"``.
+        version: Of the model.
+        versions: Of its other targets that have one: ``"draft"``, ``"adapter:<name>"``.
         features: Calls it knows beyond vLLM's four (``"prepare"``, ``"abort"``, ...).
         digests: Digest kinds it can check, best first.
         detail: Further facts: ``allowed`` triggers, ``paused``, ``round``, ...
@@ -72,6 +77,7 @@ class PeerState(msgspec.Struct, frozen=True, kw_only=True):
     state: str = "idle"
     weights: str = "intact"
     version: Version | None = None
+    versions: dict[str, Version] = {}
     owner: str | None = None
     features: list[str] = []
     digests: list[str] = []
@@ -111,6 +117,49 @@ class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
     """Body of ``abort_weight_update``."""
 
     reason: str = ""
+    aiosync: Any = None
+
+
+class PauseBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``pause``: nothing of vLLM's, whose mode and clear_cache travel in the query."""
+
+    mode: Any = None
+    clear_cache: Any = None
+    aiosync: Any = None
+
+    def checked(self) -> PauseBody:
+        """vLLM ignores them here, and pauses in another mode than was meant.
+
+        Raises:
+            Validation: Says where they belong.
+        """
+        for name in ("mode", "clear_cache"):
+            if getattr(self, name) is not None:
+                raise Validation(
+                    f"`$.{name}`: pause takes {name} in the query: POST /pause?{name}=...",
+                    detail={"path": f"$.{name}"},
+                )
+        return self
+
+
+class AbortRequestsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``abort_requests``; without ids, all."""
+
+    request_ids: list[str] | None = None
+
+
+class VersionBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``update_weight_version``."""
+
+    new_version: Annotated[str, Meta(max_length=512)]
+    aiosync: Any = None
+
+
+class CheckerBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``weight_checker``."""
+
+    action: str
+    baseline: dict[str, str] | None = None
     aiosync: Any = None
 
 

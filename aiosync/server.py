@@ -62,7 +62,7 @@ async def _handle(
     if refusal is not None:
         return _whole(refusal, hang_up=request.can_read_body)
     try:
-        body = await _read(request)
+        body = await _read(request, service.limit_of(path))
     except (Validation, PhaseTimeout) as error:
         return _whole(service.failure(error, headers), hang_up=True)
     except (ConnectionError, web.RequestPayloadError) as error:  # hung up, or garbled chunks
@@ -74,13 +74,13 @@ async def _handle(
     return await _streamed(request, response)
 
 
-async def _read(request: web.Request) -> bytes:
+async def _read(request: web.Request, limit: int) -> bytes:
     body = bytearray()
     with anyio.move_on_after(DEFAULTS.rpc_s) as scope:
         async for data in request.content.iter_any():
             body += data
-            if len(body) > DEFAULTS.body_limit_bytes:
-                raise too_large("body", DEFAULTS.body_limit_bytes)
+            if len(body) > limit:
+                raise too_large("body", limit)
     if scope.cancelled_caught:
         raise PhaseTimeout(f"the body did not arrive within {DEFAULTS.rpc_s:g} s")
     return bytes(body)

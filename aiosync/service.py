@@ -15,7 +15,8 @@ from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, Unauthorized, Validation
 from aiosync.event_stream import EventStreams
 from aiosync.messages import ErrorInfo, error_info, error_type
-from aiosync.routes import Handlers, Request, Response, ServedEngine
+from aiosync.route_types import Request, Response, ServedEngine
+from aiosync.routes import Handlers
 from aiosync.tokens import check_token, is_authorized
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class WeightUpdateService:
         refusal = self.refuse(method, path, headers)
         if refusal is not None:
             return refusal
-        handler = self._routes[path][1]
+        handler = self._routes[path].handler
         try:
             answer = await handler(Request(query=query, headers=headers, body=body))
             if isinstance(answer, Response):
@@ -118,16 +119,22 @@ class WeightUpdateService:
             )
         if path not in self._routes:
             return self._no_route(404, f"no route {path}", headers)
-        known = self._routes[path][0]
+        known = self._routes[path].verb
         if method != known and (method, known) != ("HEAD", "GET"):
             text = f"{path} takes {known}, not {method}"
             return self._no_route(405, text, headers, {"Allow": known})
         if headers.get("content-encoding", "identity").lower() != "identity":
             return self.failure(Validation("compressed bodies are not accepted"), headers)
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length[:_DIGITS]) > DEFAULTS.body_limit_bytes:
-            return self.failure(codec.too_large("body", DEFAULTS.body_limit_bytes), headers)
+        limit = self.limit_of(path)
+        if length.isdecimal() and int(length[:_DIGITS]) > limit:
+            return self.failure(codec.too_large("body", limit), headers)
         return None
+
+    def limit_of(self, path: str) -> int:
+        """The largest body that `path` reads, in bytes."""
+        route = self._routes.get(path)
+        return DEFAULTS.small_body_bytes if route is None else route.limit
 
     def failure(self, error: Exception, headers: Mapping[str, str]) -> Response:
         """The answer that reports `error`."""

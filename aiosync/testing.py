@@ -73,6 +73,32 @@ class DirectClient:
     async def shutdown_weight_transfer_engine(self, *, header: RoundHeader | None = None) -> Reply:
         return await self._call("shutdown", header=header)
 
+    async def start_draft_weight_update(self, *, header: RoundHeader | None = None) -> Reply:
+        return await self._call("start_draft_weight_update", header=header)
+
+    async def pause(
+        self, mode: str = "abort", *, clear_cache: bool = True, header: RoundHeader | None = None
+    ) -> Reply:
+        options = {"mode": mode, "clear_cache": clear_cache}
+        return await self._call("pause_generation", header=header, **options)
+
+    async def resume(self, *, header: RoundHeader | None = None) -> Reply:
+        return await self._call("resume_generation", header=header)
+
+    async def update_weight_version(
+        self, new_version: str, *, header: RoundHeader | None = None
+    ) -> Reply:
+        return await self._call("update_weight_version", new_version, header=header)
+
+    async def weight_checker(
+        self,
+        action: str,
+        baseline: dict[str, str] | None = None,
+        *,
+        header: RoundHeader | None = None,
+    ) -> Reply:
+        return await self._call("weight_checker", action, baseline, header=header)
+
     async def weight_update_status(self, *, header: RoundHeader | None = None) -> Reply:
         if self._before is not None:
             await self._before("weight_update_status")
@@ -83,14 +109,15 @@ class DirectClient:
         if self._before is not None:
             await self._before(method)
         try:
-            await getattr(self.engine, method)(*args, **options)
+            answer = await getattr(self.engine, method)(*args, **options)
         except AiosyncError as error:
             raise self._reported(error) from None
         except Exception as error:
             raise self._reported(error) from error
         if self._after is not None:
             await self._after(method)
-        return Reply({}, peer=self.engine.peer_state())
+        message = answer if isinstance(answer, dict) else {}
+        return Reply(message, peer=self.engine.peer_state())
 
     def _reported(self, error: Exception) -> AiosyncError:
         info = error_info(error)

@@ -18,17 +18,20 @@ from aiosync.config import Update
 from aiosync.config import WorkerInit as Init
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
-from aiosync.generation import GateState, GenerationGate
+from aiosync.generation import GenerationGate
 from aiosync.infos import parse_info
-from aiosync.messages import PROTOCOL, PeerState
 from aiosync.overrides import call_step, step, wrap_steps
 from aiosync.sinks import build_sink, first_weights, sink_name
 from aiosync.watchable import Watchable
+from aiosync.weight_targets import MODEL
+from aiosync.worker_controls import Controls
 from aiosync.worker_cycle import WorkerCycle
+from aiosync.worker_pausing import Pausing
+from aiosync.worker_state import describe
+from aiosync.worker_targets import Targets
 from statemachines.machine import StateMachine
 from statemachines.tables import ENGINE, State, Weights
 from transports.deferred import Deferred
-from transports.digest import available as available_digests
 from transports.lane import Lane
 
 if TYPE_CHECKING:
@@ -36,9 +39,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from aiosync.messages import RoundHeader
+    from aiosync.messages import PeerState, RoundHeader
     from aiosync.sinks import Sink
     from aiosync.version import Version
+    from aiosync.weight_targets import Target
     from statemachines.hub import TransitionHub
     from transports.lane import LaneFactory, LaneLike
 
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
     Info: TypeAlias = Mapping[str, Any]
     Awaited: TypeAlias = Coroutine[Any, Any, None]
 
-FEATURES = ("prepare", "abort", "status", "lease", "versions", "events")
+_DOUBT = (Weights.INTACT, Weights.TORN, Weights.UNKNOWN)
 DEFERRED_DEPTH = 2
 _STEPS = {
     "init_transfer_engine": "init",
@@ -58,7 +62,7 @@ _STEPS = {
 }
 
 
-class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
+class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Update]):
     """Takes weights into a model, on one worker rank.
 
     Cancelling a call leaves the work to the round's session; `abort_weight_update` and the lease
@@ -73,17 +77,18 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         hub: Watch through a hub of your own.
         name: Shown in events and errors.
         lane_factory: Makes the thread for blocking calls (simulation passes inline lanes).
+        generation: A gate with settings of your own.
 
     Attributes:
         version: What the model holds since the last commit; None before the first.
         weights: Whether the model is whole. Kept apart from `state`: a failed channel with intact
             weights goes on serving.
         generation: Hold ``generation.request()`` around each use of the model.
+        target_versions: Versions of the other targets (draft, adapters) by `Target.key`.
     """
 
     init_info_cls: ClassVar[type]
     update_info_cls: ClassVar[type]
-    supports_draft_weight_update: ClassVar[bool] = True
     defers_processing: ClassVar[bool] = False
     reusable_after_abort: ClassVar[bool] = False
     """Whether the channel can carry another round after one was given up."""
@@ -106,6 +111,7 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         hub: TransitionHub | None = None,
         name: str | None = None,
         lane_factory: LaneFactory = Lane,
+        generation: GenerationGate | None = None,
     ) -> None:
         self.config = config
         self.vllm_config = vllm_config
@@ -113,21 +119,25 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         self.model_config = getattr(vllm_config, "model_config", None)
         self.device = device
         self.model = model
-        self._default_model = model
-        self._default_model_config = self.model_config
+        self.begin_targets()
         self.name = name or f"{getattr(config, 'backend', 'custom')}-worker"
         self.rank = 0
         self.incarnation = secrets.token_hex(8)
-        self.generation = GenerationGate()
+        self.generation = generation or GenerationGate(name=self.name)
         self.version: Version | None = None
+        self.received_digest: str | None = None
+        """Of the bytes of the open round, once they are verified."""
         if getattr(config, "marker", None) is not None and not self.uses_sink:
             raise Validation("config.marker needs an engine that loads through a sink")
-        self._weights = first_weights(config)
+        self._weights = {MODEL.key: first_weights(config)}
         self.machine = StateMachine(ENGINE, name=self.name, role="worker", hub=hub)
         self.cycle = WorkerCycle(self)
         self._lane_factory = lane_factory
         self._lane: LaneLike | None = None
         self._sinks: dict[int, Sink] = {}
+        self.pausing = Pausing(self)
+        if self._weights[MODEL.key] is not Weights.INTACT:
+            self.pausing.judge()
 
     # -- the steps a backend implements ----------------------------------------------------------
 
@@ -140,7 +150,9 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
 
     @step
     @abstractmethod
-    def start_weight_update(self, *, header: RoundHeader | None = None) -> Awaited:
+    def start_weight_update(
+        self, *, header: RoundHeader | None = None, aim: Target | None = None
+    ) -> Awaited:
         """Get ready for a round."""
 
     @step
@@ -259,57 +271,34 @@ class WeightTransferEngine(Watchable, ABC, Generic[Init, Update]):
         info: Update = parse_info(self.update_info_cls, update_info, what="update_info")
         return info
 
-    def set_weight_update_target(self, model: Any, model_config: Any = None) -> None:
-        """Point the next round at another model (a draft)."""
-        self.model, self.model_config = model, model_config
-
-    def reset_weight_update_target(self) -> None:
-        """Point rounds at the engine's own model again."""
-        self.model, self.model_config = self._default_model, self._default_model_config
-
     def touch(self, header: RoundHeader | None) -> None:
-        """Renew the lease of the open round if `header` is its owner's."""
+        """Renew the lease of the open round, and of a hold, if they are `header`'s owner's."""
+        self.pausing.renew(header)
         self.cycle.touch(header)
 
     def peer_state(self) -> PeerState:
         """What every reply carries."""
-        ownership = self.cycle.ownership
-        outcome = ownership.outcome
-        return PeerState(
-            protocol=PROTOCOL,
-            incarnation=self.incarnation,
-            epoch=ownership.epoch,
-            state=self.state.value,
-            weights=self.weights.value,
-            version=self.version,
-            owner=ownership.owner,
-            features=list(FEATURES),
-            digests=list(available_digests()) if self.verifies else [],
-            lease_s=getattr(self.config, "lease_s", None),
-            detail={
-                "seq": self.machine.seq,
-                "paused": self.generation.state is not GateState.RUNNING,
-                "allowed": list(self.machine.allowed()),
-                "round": ownership.last_round,
-                "settled": ownership.settled,
-                "outcome": None if outcome is None else f"{type(outcome).__name__}: {outcome}",
-                "progress": self.received_bytes(),
-                "backend": getattr(self.config, "backend", None),
-                "sink": sink_name(self.config),
-            },
-        )
+        return describe(self)
 
     @property
     def weights(self) -> Weights:
-        """Whether the model is whole; a sink that fills it in place says so while it does."""
-        sink = self.cycle.sink
+        """Whether all it holds is whole; a sink that fills a model in place says so while it does.
+
+        The worst of the model, its draft and its adapters.
+        """
+        sink, held = self.cycle.sink, self._weights
         if sink is not None and self.cycle.session is not None:
-            return Weights(sink.weights)
-        return self._weights
+            held = held | {self.cycle.aim.key: Weights(sink.weights)}
+        return max(held.values(), key=_DOUBT.index)
 
     @weights.setter
     def weights(self, value: Weights) -> None:
-        self._weights = value
+        self._weights[self.cycle.aim.key] = value
+
+    @property
+    def writes_early(self) -> bool:
+        """Whether a round writes into the model before it is complete: generation is held then."""
+        return not self.uses_sink or sink_name(self.config) in ("in_place", "layerwise")
 
     @property
     def verifies(self) -> bool:

@@ -31,8 +31,10 @@ from aiosync.errors import InvalidTransition, PeerLost, Validation
 from aiosync.members import fan_out, opened
 from aiosync.messages import RoundHeader
 from aiosync.rendezvous import owner_name
+from aiosync.weight_targets import MODEL
 from aiosync.worker import WeightTransferEngine
 from aiosync.worker_group_commit import commit
+from aiosync.worker_group_controls import GroupControls
 from aiosync.worker_group_payloads import check_payload, info_of, of_rank
 from aiosync.worker_group_peer import Rank, watch_all
 from aiosync.worker_group_state import merge_states, merge_weights
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
 
     from aiosync.members import MemberLink
     from aiosync.messages import PeerState
-    from aiosync.version import Version
     from statemachines.hub import TransitionHub
     from statemachines.tables import Weights
 
@@ -51,7 +52,7 @@ T = TypeVar("T")
 
 
 @final
-class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
+class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
     """One replica over its rank processes; enter it, then serve it like any worker engine.
 
     Each rank is an ordinary worker engine behind a server of its own, on a Unix socket as a rule.
@@ -153,11 +154,10 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
     async def finish_weight_update(self) -> None:
         session = self.cycle.session
         assert session is not None  # the life cycle runs this step in one
-        async with self.generation.swap(timeout=DEFAULTS.pause_s):
-            # The last moment at which a rank that is gone costs nothing but the round.
-            await self._call_all("weight_update_status", phase="finish")
-            session.holding = True
-            await commit(self)
+        # The last moment at which a rank that is gone costs nothing but the round.
+        await self._call_all("weight_update_status", phase="finish")
+        session.holding = True
+        await commit(self)
 
     async def shutdown(self) -> None:
         with self._changing_channel():
@@ -184,17 +184,6 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
     @weights.setter
     def weights(self, value: Weights) -> None:
         pass  # only the ranks' own answers count
-
-    @property
-    def version(self) -> Version | None:
-        """What all ranks hold; None where they differ or one is lost."""
-        first = self.ranks[0].version
-        same = all(rank.lost is None and rank.version == first for rank in self.ranks)
-        return first if same else None
-
-    @version.setter
-    def version(self, value: Version | None) -> None:
-        pass  # as above
 
     @property
     def reusable_after_abort(self) -> bool:  # type: ignore[override]  # here it depends
@@ -250,6 +239,7 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
             deadline_s=max(self._deadline - time.monotonic(), 0.001),
             version=self.cycle.target,
             base_version=rank.version,
+            target=None if self.cycle.aim == MODEL else self.cycle.aim,
             rollback=True,  # what may follow what has been judged, for all ranks at once
         )
 
@@ -288,6 +278,7 @@ class WorkerGroup(WeightTransferEngine[dict[str, Any], Any]):
 
     def _heard(self) -> None:
         """Between rounds, a rank that is gone or no longer ours ends the channel."""
+        self.pausing.judge_again()
         if self._opening or self.state is not State.INITIALIZED:
             return
         for rank in self.ranks:

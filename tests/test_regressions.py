@@ -526,7 +526,7 @@ async def test_what_a_source_raises_while_it_is_closed_does_not_hide_the_cause()
 async def test_a_loader_that_blocks_for_good_in_commit_tears_the_weights_in_time(monkeypatch):
     import threading
 
-    from aiosync import worker_cycle
+    from aiosync import worker_commit
     from aiosync.defaults import Defaults
     from transports.loopback import LoopbackLink
 
@@ -537,7 +537,7 @@ async def test_a_loader_that_blocks_for_good_in_commit_tears_the_weights_in_time
             for _ in pairs:
                 stuck.wait(20)
 
-    monkeypatch.setattr(worker_cycle, "DEFAULTS", Defaults(commit_s=0.3, cleanup_s=0.2))
+    monkeypatch.setattr(worker_commit, "DEFAULTS", Defaults(commit_s=0.3, cleanup_s=0.2))
     engine = aiosync.WeightTransferEngineFactory.create_engine(
         aiosync.WeightTransferConfig("loopback"), model=Model()
     )

@@ -877,7 +877,7 @@ async def test_reader_that_holds_the_gate_never_sees_two_versions(batch):
 
 async def test_swap_that_cannot_have_the_gate_keeps_the_old_version(monkeypatch):
     short = msgspec.structs.replace(aiosync.DEFAULTS, pause_s=0.1)
-    monkeypatch.setattr("aiosync.worker_cycle.DEFAULTS", short)
+    monkeypatch.setattr("aiosync.worker_commit.DEFAULTS", short)
     async with by_hand() as engine:
         await owned(engine)
         await whole_round(engine, 1, 1)

@@ -29,10 +29,10 @@ from aiosync.demo.messages import (
     LogitsRequest,
 )
 from aiosync.demo.model import TinyConfig, TinyModel
+from aiosync.errors import Paused
 from aiosync.factory import WeightTransferEngineFactory
 from aiosync.listeners import bind_unix
 from aiosync.service import WeightUpdateService
-from statemachines.tables import Weights
 from transports.lane import Lane
 
 if TYPE_CHECKING:
@@ -86,15 +86,15 @@ class Inference:
 
     async def _compute(self, fn: Callable[[*Ts], T], *args: *Ts) -> tuple[T, int | str | None]:
         """The result, and the version of the weights that it is of."""
-        async with self._engine.generation.request():
-            if self._engine.weights is not Weights.INTACT:
-                raise web.HTTPServiceUnavailable(text=f"the weights are {self._engine.weights}")
-            version = self._engine.version
-            try:
+        try:
+            async with self._engine.generation.request() as request:
+                version = request.version
                 result = await self._lane.run(fn, *args)
-            except (ValueError, IndexError) as error:
-                raise web.HTTPBadRequest(text=str(error)) from error
-            return result, None if version is None else version.label
+        except Paused as error:  # held by somebody, or the weights must not serve
+            raise web.HTTPServiceUnavailable(text=error.message) from error
+        except (ValueError, IndexError) as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+        return result, None if version is None else version.label
 
     def _sample(self, request: GenerateRequest) -> tuple[list[list[int]], list[list[float]]]:
         tokens, logprobs = self._model.generate(

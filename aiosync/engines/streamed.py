@@ -233,7 +233,6 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     """Checks the announcement and streams into the sink; a backend makes the receiver."""
 
     update_info_cls: ClassVar[type] = StreamUpdateInfo
-    supports_draft_weight_update = False
     reusable_after_abort = True
     uses_sink = True
     landing_device = "cpu"
@@ -268,7 +267,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
             await self.lane.run(self.know_sink)  # not on the loop: it walks the whole model
         sink = self.sink
         aliases = update_info.aliases
-        await stream_in(
+        summary = await stream_in(
             receiver,
             sink,
             plan=plan,
@@ -278,6 +277,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
             lane=self.lane,
             prepare=lambda: sink.begin(metadata, aliases=aliases),
         )
+        self.received_digest = summary.digest
 
     def _check_announced(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
         known = self._known

@@ -44,7 +44,7 @@ async def main() -> None:
     )
 
     async def fingerprint(_: web.Request) -> web.Response:
-        async with engine.generation.request():
+        async with engine.generation.swap():  # alone, and also while the weights may not serve
             prints = models.fingerprint(model)
         version = engine.version.label if engine.version else None
         facts: dict[str, Any] = {"prints": prints, "version": version}
