@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +22,13 @@ else:
 
 SINKS = ("staged", "in_place", "layerwise")
 VERIFY = ("digest", "counts")
+TOKEN_VARIABLE = "AIOSYNC_TOKEN"
+TOKEN_FILE_VARIABLE = "AIOSYNC_TOKEN_FILE"
+
+
+def environment_token() -> tuple[str | None, str | None]:
+    """The control plane's token, and the file that holds it, as the environment gives them."""
+    return os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -11,13 +13,14 @@ from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator, Iterable, Mapping
 
     from aiosync.messages import PeerState, RoundHeader
     from statemachines.hub import TransitionHub
 
 T = TypeVar("T")
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")  # what may stand in a log as it is
 _DIGITS = 18  # a longer number is no 64-bit one, and is not worth converting
 
 
@@ -102,6 +105,14 @@ class Answer:
 
     reply: dict[str, Any]
     status: int = 200
+
+
+def read_headers(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Header names in lower case, and an ``x-request-id``: the client's, or a fresh one."""
+    headers = {name.lower(): value for name, value in pairs}
+    if _REQUEST_ID.fullmatch(headers.get("x-request-id", "")) is None:
+        headers["x-request-id"] = secrets.token_hex(8)
+    return headers
 
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer | Response]]

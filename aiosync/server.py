@@ -8,19 +8,20 @@ import logging
 import shutil
 import signal
 import socket
+import ssl
 import tempfile
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, final
 
 import anyio
 from aiohttp import web
 
-from aiosync.codec import too_large
+from aiosync.aiohttp_routes import handle, routes_of
+from aiosync.config import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, environment_token
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import PhaseTimeout, Validation
+from aiosync.errors import Validation
 from aiosync.listeners import bind_tcp, bind_unix, identity, remove_unix
-from aiosync.messages import RoundHeader
 from aiosync.served_sockets import ServedSockets
 from aiosync.service import Response, ServedEngine, WeightUpdateService
 from aiosync.stop_signals import first_signal
@@ -40,79 +41,7 @@ Ts = TypeVarTuple("Ts")
 logger = logging.getLogger(__name__)
 _LOCAL = "127.0.0.1"
 _ANY = ("", "0.0.0.0", "::")
-_BUSY = ("updating", "finalizing")
 _CLOSING_S = 5 * DEFAULTS.cleanup_s
-
-
-def routes_of(service: WeightUpdateService) -> list[web.RouteDef]:
-    """`WeightUpdateService.routes`."""
-    # Every verb, so that the wrong one gets our answer and not aiohttp's text.
-    return [
-        web.route("*", path, functools.partial(_handle, service, path)) for path in service.paths
-    ]
-
-
-async def _handle(
-    service: WeightUpdateService, path: str | None, request: web.Request
-) -> web.StreamResponse:
-    # Bound to its path: under a prefix the request's own path is another one.
-    path = path or request.path
-    headers = {name.lower(): value for name, value in request.headers.items()}
-    refusal = service.refuse(request.method, path, headers)
-    if refusal is not None:
-        return _whole(refusal, hang_up=request.can_read_body)
-    try:
-        body = await _read(request, service.limit_of(path))
-    except (Validation, PhaseTimeout) as error:
-        return _whole(service.failure(error, headers), hang_up=True)
-    except (ConnectionError, web.RequestPayloadError) as error:  # hung up, or garbled chunks
-        broken = Validation(f"the body broke off: {type(error).__name__}: {error}")
-        return _whole(service.failure(broken, headers), hang_up=True)
-    response = await service.dispatch(request.method, path, request.query, headers, body)
-    if response.stream is None:
-        return _whole(response)
-    return await _streamed(request, response)
-
-
-async def _read(request: web.Request, limit: int) -> bytes:
-    body = bytearray()
-    with anyio.move_on_after(DEFAULTS.rpc_s) as scope:
-        async for data in request.content.iter_any():
-            body += data
-            if len(body) > limit:
-                raise too_large("body", limit)
-    if scope.cancelled_caught:
-        raise PhaseTimeout(f"the body did not arrive within {DEFAULTS.rpc_s:g} s")
-    return bytes(body)
-
-
-def _whole(response: Response, *, hang_up: bool = False) -> web.Response:
-    answer = web.Response(
-        status=response.status,
-        body=response.body,
-        headers=response.headers,
-        content_type=response.content_type,
-    )
-    if hang_up:
-        answer.force_close()  # the rest of the body is not waited for
-    return answer
-
-
-async def _streamed(request: web.Request, response: Response) -> web.StreamResponse:
-    answer = web.StreamResponse(headers=response.headers)
-    answer.content_type = response.content_type
-    assert response.stream is not None
-    async with aclosing(response.stream) as parts:
-        try:
-            await answer.prepare(request)
-            async for part in parts:
-                # A reader that stopped reading is let go like one that hung up.
-                with anyio.fail_after(DEFAULTS.lease_s):
-                    await answer.write(part)
-        except (ConnectionError, TimeoutError) as error:
-            logger.debug("an event stream ended: %r", error)
-            answer.force_close()
-    return answer
 
 
 @final
@@ -158,6 +87,8 @@ async def serve(
     token_file: str | Path | None = None,
     insecure: bool = False,
     advertise: str | None = None,
+    certfile: str | Path | None = None,
+    keyfile: str | Path | None = None,
     name: str | None = None,
     world_size: int | None = None,
 ) -> AsyncIterator[Server]:
@@ -169,26 +100,33 @@ async def serve(
     Args:
         host: TCP, on this address (default 127.0.0.1); `port` None takes a free one.
         path: A Unix socket instead. With neither, one in a new private folder.
-        token, token_file: Bearer token of every request; needed outside loopback.
+        token, token_file: Bearer token of every request; needed outside loopback, where the
+            environment may give it: ``AIOSYNC_TOKEN`` or ``AIOSYNC_TOKEN_FILE``.
         insecure: Listen outside loopback without a token. Logged as a warning.
         advertise: Host name to put into `Server.url`.
+        certfile, keyfile: PEM files: TLS, over TCP.
 
     Raises:
         Validation: TCP and Unix at once, no token outside loopback, a port that is none.
         Refused: Another server listens on the Unix socket.
         OSError: The address cannot be bound.
     """
-    secret = await load_token(token, token_file)
     is_tcp = host is not None or port is not None
+    if token is None and token_file is None and isinstance(host, str) and not is_loopback(host):
+        token, token_file = environment_token()
+    secret = await load_token(token, token_file)
     _check_where(host, port, path, advertise, has_token=secret is not None, insecure=insecure)
     service = WeightUpdateService(engine, token=secret, name=name, world_size=world_size)
     async with AsyncExitStack() as stack:
+        tls = await _tls(certfile, keyfile, is_tcp=is_tcp)
         if is_tcp:
-            listening = _listening_tcp(_LOCAL if host is None else host, port or 0, advertise)
+            scheme = "http" if tls is None else "https"
+            place = _LOCAL if host is None else host
+            listening = _listening_tcp(place, port or 0, advertise, scheme)
         else:
             listening = _listening_unix(path)
         sock, url = await stack.enter_async_context(listening)
-        await stack.enter_async_context(_accepting(service, sock))
+        await stack.enter_async_context(_accepting(service, sock, tls))
         yield Server(url, service)
 
 
@@ -217,21 +155,22 @@ def _check_where(
     if not insecure:
         raise Validation(
             f"{host or 'every address'} can be reached from other machines: a token is needed",
-            next_step="pass token= or token_file=, or insecure=True on a network you trust",
+            next_step=f"pass token= or token_file=, set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE},"
+            " or say insecure=True on a network you trust",
         )
     logger.warning("listening on %s without a token: anybody may replace the weights", host)
 
 
 @asynccontextmanager
 async def _listening_tcp(
-    host: str, port: int, advertise: str | None
+    host: str, port: int, advertise: str | None, scheme: str
 ) -> AsyncIterator[tuple[socket.socket, str]]:
     sock = await _beside(bind_tcp, host, port)
     with sock:
         # The address one binds to reach everybody is nobody's address.
         shown = advertise or (socket.gethostname() if host in _ANY else host.strip("[]"))
         bracketed = f"[{shown}]" if ":" in shown else shown
-        yield sock, f"http://{bracketed}:{sock.getsockname()[1]}"
+        yield sock, f"{scheme}://{bracketed}:{sock.getsockname()[1]}"
 
 
 @asynccontextmanager
@@ -259,6 +198,25 @@ async def _listening_unix(
                 await _beside(shutil.rmtree, folder, True)
 
 
+async def _tls(certfile: Any, keyfile: Any, *, is_tcp: bool) -> ssl.SSLContext | None:
+    if certfile is None:
+        if keyfile is not None:
+            raise Validation("keyfile needs a certfile")
+        return None
+    if not is_tcp:
+        raise Validation("certfile is for TCP: a Unix socket is for this user only")
+
+    def load() -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certfile, keyfile)
+        return context
+
+    try:
+        return await _beside(load)
+    except OSError as error:  # ssl.SSLError is one
+        raise Validation(f"certfile {certfile}: {error}") from error
+
+
 async def _beside(fn: Callable[[*Ts], T], *args: *Ts) -> T:
     """The file system may block: not on the event loop."""
     async with Lane("aiosync-listen") as lane:
@@ -270,10 +228,12 @@ def _absolute(path: str | Path) -> str:
 
 
 @asynccontextmanager
-async def _accepting(service: WeightUpdateService, sock: socket.socket) -> AsyncIterator[None]:
+async def _accepting(
+    service: WeightUpdateService, sock: socket.socket, tls: ssl.SSLContext | None
+) -> AsyncIterator[None]:
     app = web.Application()
     app.add_routes(
-        [*routes_of(service), web.route("*", "/{_:.*}", functools.partial(_handle, service, None))]
+        [*routes_of(service), web.route("*", "/{_:.*}", functools.partial(handle, service, None))]
     )
     runner = web.AppRunner(
         app,
@@ -287,7 +247,7 @@ async def _accepting(service: WeightUpdateService, sock: socket.socket) -> Async
     assert runner.server is not None
     loop = asyncio.get_running_loop()
     listen = loop.create_unix_server if sock.family == socket.AF_UNIX else loop.create_server
-    listener = await listen(runner.server, sock=sock)
+    listener = await listen(runner.server, sock=sock, ssl=tls)
     keep_from_children(sockets := ServedSockets(sock, runner.server))
     try:
         yield
@@ -295,23 +255,6 @@ async def _accepting(service: WeightUpdateService, sock: socket.socket) -> Async
         # Shielded, and bounded: every step below has a limit of its own.
         with anyio.move_on_after(_CLOSING_S, shield=True):
             listener.close()
-            await _give_up(service.engine)
-            service.close()
+            await service.stop()
             await runner.cleanup()
         del sockets  # until here
-
-
-async def _give_up(engine: ServedEngine) -> None:
-    """End the open round, in its owner's name: nobody can finish it any more."""
-    peer = engine.peer_state()
-    if peer.state not in _BUSY:
-        return
-    header = None
-    if peer.owner is not None:
-        number = peer.detail.get("round", 0)
-        header = RoundHeader(owner=peer.owner, epoch=peer.epoch, round=number)
-    with anyio.move_on_after(DEFAULTS.cleanup_s):
-        try:
-            await engine.abort_weight_update("the server is closing", header=header)
-        except Exception:  # closing goes on whatever the engine says
-            logger.exception("the open round could not be ended")

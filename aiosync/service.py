@@ -1,26 +1,32 @@
 """The control plane's server without a web framework: one request in, one response out.
 
-`aiosync.server` puts it on aiohttp and on sockets.
+`aiosync.aiohttp_routes` and `aiosync.asgi` put it on frameworks, `aiosync.server` on sockets.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, final
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, final
 
+import anyio
 import msgspec
 
 from aiosync import codec
+from aiosync.api_processes import claim_listeners
+from aiosync.asgi import ASGIApp
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, Unauthorized, Validation
 from aiosync.event_stream import EventStreams
-from aiosync.messages import ErrorInfo, error_info, error_type
-from aiosync.route_types import Request, Response, ServedEngine
+from aiosync.messages import ErrorInfo, RoundHeader, error_info, error_type
+from aiosync.route_types import Request, Response, ServedEngine, read_headers
 from aiosync.routes import Handlers
 from aiosync.tokens import check_token, is_authorized
+from aiosync.watchable import BUSY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncIterator, Mapping
 
     from aiohttp import web
 
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Response", "ServedEngine", "WeightUpdateService"]
 
 logger = logging.getLogger(__name__)
+_SHOWN = 200  # characters of a stranger's text
 _DIGITS = 18  # of a length; enough to see that it is too large
 
 
@@ -71,12 +78,51 @@ class WeightUpdateService:
     def routes(self) -> list[web.RouteDef]:
         """Routes for an aiohttp application, at its root or under a sub-application's prefix.
 
-        They read bodies up to `DEFAULTS.body_limit_bytes` whatever the application's own limit.
-        End the event streams in the application's ``on_shutdown`` with `close`.
+        They read bodies up to their own limits whatever the application's is. Await `stop` in the
+        application's ``on_shutdown``; `set_up` does all of it.
         """
-        from aiosync.server import routes_of  # here: only this needs a framework
+        from aiosync.aiohttp_routes import routes_of  # here: only this needs a framework
 
         return routes_of(self)
+
+    def set_up(self, app: web.Application) -> None:
+        """Serve from an aiohttp application: routes, refusal to start twice, end with it."""
+        from aiosync.aiohttp_routes import set_up  # as above
+
+        set_up(app, self)
+
+    def asgi(self) -> ASGIApp:
+        """An ASGI application, to be mounted (last, at the root) or run by itself.
+
+        A mounted application is not told of the host's start and end: enter `hosted` in the
+        host's lifespan.
+        """
+        return ASGIApp(self)
+
+    @asynccontextmanager
+    async def hosted(self) -> AsyncIterator[Self]:
+        """For the lifespan of a host that calls the service; leaving it awaits `stop`.
+
+        Raises:
+            Refused: Another process serves the same listening socket (``--workers 2``): a round's
+                calls would reach now the one, now the other.
+        """
+        claims = await claim_listeners()
+        try:
+            yield self
+        finally:
+            with anyio.CancelScope(shield=True):  # bounded: by what stop says
+                await self.stop()
+            for claim in claims:
+                claim.close()
+
+    async def stop(self) -> None:
+        """Give the open round up, end the event streams; takes a second or two. Idempotent.
+
+        The engine is left as it is, with the weights it had before the round.
+        """
+        await give_up(self.engine)
+        self.close()
 
     def close(self) -> None:
         """End the event streams. The engine is left as it is."""
@@ -94,21 +140,43 @@ class WeightUpdateService:
 
         Cancelling it cancels the handler, not the round: the engine's session goes on.
         """
-        headers = {name.lower(): value for name, value in headers.items()}
-        refusal = self.refuse(method, path, headers)
-        if refusal is not None:
-            return refusal
-        handler = self._routes[path].handler
+        headers = read_headers(headers.items())
+        response = self.refuse(method, path, headers)
+        if response is None:
+            response = await self._answer(path, Request(query=query, headers=headers, body=body))
+            response = _tagged(response, headers)
+        logger.debug(
+            "%s: %s %s answered %d, request %s",
+            self.name,
+            method,
+            ascii(path[:_SHOWN]),
+            response.status,
+            headers["x-request-id"],
+        )
+        return response
+
+    async def _answer(self, path: str, request: Request) -> Response:
         try:
-            answer = await handler(Request(query=query, headers=headers, body=body))
+            answer = await self._routes[path].handler(request)
             if isinstance(answer, Response):
                 return answer
-            return self._respond(answer.status, answer.reply, headers)
+            return self._respond(answer.status, answer.reply, request.headers)
         except Exception as error:  # noqa: BLE001  the peer is told, whatever it was
-            return self.failure(error, headers)
+            return self.failure(error, request.headers)
 
     def refuse(self, method: str, path: str, headers: Mapping[str, str]) -> Response | None:
-        """What is refused before the body is read; header names in lower case."""
+        """What is refused before the body is read; headers as `read_headers` gives them."""
+        refusal = self._refuse(method, path, headers)
+        return None if refusal is None else _tagged(refusal, headers)
+
+    def failure(self, error: Exception, headers: Mapping[str, str]) -> Response:
+        """The answer that reports `error`."""
+        if not isinstance(error, AiosyncError):
+            number = headers.get("x-request-id")
+            logger.error("%s: a request failed (%s)", self.name, number, exc_info=error)
+        return _tagged(self._error(error_info(error), headers), headers)
+
+    def _refuse(self, method: str, path: str, headers: Mapping[str, str]) -> Response | None:
         if path != "/health" and not is_authorized(self._token, headers):
             error = Unauthorized("the token is missing or wrong", replica=self.name)
             body = {"error": error_info(error)}
@@ -118,10 +186,10 @@ class WeightUpdateService:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         if path not in self._routes:
-            return self._no_route(404, f"no route {path}", headers)
+            return self._no_route(404, f"no route {path[:_SHOWN]}", headers)
         known = self._routes[path].verb
         if method != known and (method, known) != ("HEAD", "GET"):
-            text = f"{path} takes {known}, not {method}"
+            text = f"{path} takes {known}, not {method[:_SHOWN]}"
             return self._no_route(405, text, headers, {"Allow": known})
         if headers.get("content-encoding", "identity").lower() != "identity":
             return self.failure(Validation("compressed bodies are not accepted"), headers)
@@ -135,12 +203,6 @@ class WeightUpdateService:
         """The largest body that `path` reads, in bytes."""
         route = self._routes.get(path)
         return DEFAULTS.small_body_bytes if route is None else route.limit
-
-    def failure(self, error: Exception, headers: Mapping[str, str]) -> Response:
-        """The answer that reports `error`."""
-        if not isinstance(error, AiosyncError):
-            logger.error("%s: a request failed", self.name, exc_info=error)
-        return self._error(error_info(error), headers)
 
     def _no_route(
         self,
@@ -182,3 +244,26 @@ class WeightUpdateService:
             content_type=codec.MSGPACK if packed else codec.JSON,
             headers=extra or {},
         )
+
+
+def _tagged(response: Response, headers: Mapping[str, str]) -> Response:
+    number = headers.get("x-request-id")
+    if number is None or "X-Request-Id" in response.headers:
+        return response
+    return replace(response, headers={**response.headers, "X-Request-Id": number})
+
+
+async def give_up(engine: ServedEngine) -> None:
+    """End the open round, in its owner's name: nobody can finish it any more."""
+    peer = engine.peer_state()
+    if peer.state not in BUSY:
+        return
+    header = None
+    if peer.owner is not None:
+        number = peer.detail.get("round", 0)
+        header = RoundHeader(owner=peer.owner, epoch=peer.epoch, round=number)
+    with anyio.move_on_after(DEFAULTS.cleanup_s):
+        try:
+            await engine.abort_weight_update("the server is closing", header=header)
+        except Exception:  # closing goes on whatever the engine says
+            logger.exception("the open round could not be ended")

@@ -627,7 +627,7 @@ async def test_sixty_thousand_names_arrive():
 
 @pytest.fixture
 def small_limit(monkeypatch):
-    for name in ("service", "server", "routes", "control_routes"):
+    for name in ("service", "aiohttp_routes", "routes", "control_routes"):
         small = msgspec.structs.replace(DEFAULTS, body_limit_bytes=1000, rpc_s=1.0)
         monkeypatch.setattr(f"aiosync.{name}.DEFAULTS", small)
 

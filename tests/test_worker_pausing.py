@@ -271,9 +271,10 @@ async def test_the_checker_hashes_compares_and_resets():
         found = await engine.weight_checker("compare", first)
         assert found == {"match": False, "mismatches": ["dp0:pp0:pcp0:tp0:t01"]}
         missing = {key: value for key, value in first.items() if not key.endswith("t02")}
-        assert "dp0:pp0:pcp0:tp0:t02" in (await engine.weight_checker("compare", missing))[
-            "mismatches"
-        ]
+        assert (
+            "dp0:pp0:pcp0:tp0:t02"
+            in (await engine.weight_checker("compare", missing))["mismatches"]
+        )
         engine.model["t01"][3] = 0.0
         assert await engine.weight_checker("compare", first) == {"match": True, "mismatches": []}
         for action, baseline in (("compare", None), ("burn", {})):
