@@ -28,7 +28,10 @@ COMPILED_DEV := $(COMPILED_RUN), hypothesis, numpy, pytest, torch.distributed, t
 # What must hold in full; elsewhere coverage is reported, not enforced.
 COVERED := statemachines/*,transports/planning.py,aiosync/messages.py,aiosync/codec.py
 
-.PHONY: help demo test test-faults sweep model leaks lint bench clean distclean
+SECONDS ?= 60
+SEED ?=
+
+.PHONY: help demo test test-faults sweep model leaks fuzz lint bench clean distclean
 
 help:
 	@echo "make demo    reinforcement learning with live weight updates, in processes of its own"
@@ -37,6 +40,7 @@ help:
 	@echo "make model   the protocol explored exhaustively (half a minute)"
 	@echo "make leaks   1,000 cancelled rounds, and what is left of them (a few minutes)"
 	@echo "make test-faults    each fault of docs/faults.md, and whether its tests pass"
+	@echo "make fuzz    random calls to a worker's routes: SECONDS=60, SEED=... repeats a run"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   each engine beside the raw primitive it is built on"
 	@echo "make clean   remove caches and build products; distclean removes $(VENV) too"
@@ -65,6 +69,9 @@ leaks: $(VENV)/.stamp-dev
 
 test-faults: $(VENV)/.stamp-dev
 	@$(PY) -m pytest --faults -q --no-header $(ARGS)
+
+fuzz: $(VENV)/.stamp-dev
+	@PYTHONPATH=tests/support $(PY) tests/support/route_fuzz.py $(SECONDS) $(SEED)
 
 lint: $(VENV)/.stamp-dev
 	@$(PY) -m ruff check .

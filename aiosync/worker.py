@@ -94,6 +94,8 @@ class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Upda
     """Whether the channel can carry another round after one was given up."""
     landing_device: ClassVar[str | None] = None
     """Where the backend's bytes arrive; None: on the engine's own device."""
+    one_update: ClassVar[bool] = False
+    """Whether a round has one payload; the same one again is answered with its outcome."""
     uses_sink: ClassVar[bool] = False
     """Whether `receive_weights` fills the sink, which the base then verifies and commits."""
 

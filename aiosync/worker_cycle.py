@@ -57,6 +57,7 @@ class WorkerCycle:
         self.calls: LaneCalls | None = None
         """How the round's calls on the lane reach the loop."""
         self.supervisor = Supervisor()
+        self._payload: Any = None
         self.channel = Channel(self)
         self.ending = Ending(self)
         self._closing = False
@@ -130,8 +131,17 @@ class WorkerCycle:
             # Jobs run in order: it would run behind the commit, outside of the round.
             raise engine.wrong_order("update")
         info = engine.parse_update_info(update_info)
+        key = None
+        if engine.one_update:
+            key = "update"
+            if session.was_asked(key):
+                if info != self._payload:
+                    raise engine.wrong_order("a second update in one round")
+                await session.do(functools.partial(self.step, bare, info), key=key)
+                return  # the same call again: it has the outcome of the first
+            self._payload = info
         engine.machine.fire(Trigger.UPDATE, round=session.number, nbytes=engine.received_bytes())
-        await session.do(functools.partial(self._receive, bare, info, session.number))
+        await session.do(functools.partial(self._receive, bare, info, session.number), key=key)
 
     async def prepare(self, *, header: RoundHeader | None = None) -> None:
         self.ownership.check(header, "prepare")

@@ -234,6 +234,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
 
     update_info_cls: ClassVar[type] = StreamUpdateInfo
     reusable_after_abort = True
+    one_update = True
     uses_sink = True
     landing_device = "cpu"
 
