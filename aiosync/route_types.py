@@ -15,6 +15,7 @@ from aiosync.errors import Validation
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
 
+    from aiosync.generation import GenerationGate
     from aiosync.messages import PeerState, RoundHeader
     from statemachines.hub import TransitionHub
 
@@ -64,6 +65,8 @@ class ServedEngine(Protocol):
 
     @property
     def events(self) -> TransitionHub: ...
+    @property
+    def generation(self) -> GenerationGate: ...
 
     def peer_state(self) -> PeerState:
         """What every reply carries; ``detail["paused"]`` is true while generation is held."""

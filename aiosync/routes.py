@@ -20,7 +20,15 @@ from aiosync.messages import (
     read_header,
 )
 from aiosync.metrics_text import CONTENT_TYPE, metrics_of
-from aiosync.route_types import Answer, Request, Response, Route, ServedEngine, whole
+from aiosync.route_types import (
+    Answer,
+    Request,
+    Response,
+    Route,
+    ServedEngine,
+    bad_query,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -146,8 +154,12 @@ class Handlers:
     async def _events(self, request: Request) -> Response:
         since = request.query.get("since", request.headers.get("last-event-id"))
         sse = SSE in request.headers.get("accept", "")
+        machine = request.query.get("of", "engine")
+        if machine not in ("engine", "generation"):
+            raise bad_query("of", machine, "engine or generation")
+        watched = self.engine if machine == "engine" else self.engine.generation
         stream = self._streams.open(
-            self.engine.events, since=None if since is None else whole("since", since), sse=sse
+            watched.events, since=None if since is None else whole("since", since), sse=sse
         )
         return Response(
             content_type=SSE if sse else NDJSON,

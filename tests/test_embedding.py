@@ -215,6 +215,12 @@ def test_events_stream_through_every_host(kind):
             assert answer.headers["content-type"] == "application/x-ndjson"
             first = json.loads(next(answer.iter_lines()))
             assert (first["trigger"], first["seq"]) == ("initialize", 1)
+        plain.post("pause")
+        url = f"{host.url}/events?since=0&of=generation"
+        with requests.get(url, stream=True, timeout=TIMEOUT) as answer:
+            lines = answer.iter_lines()
+            assert [json.loads(next(lines))["dest"] for _ in range(2)] == ["pausing", "paused"]
+        assert plain.raw("GET", "events", of="nothing").status_code == 400
 
 
 @every_host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import anyio
 import pytest
@@ -12,6 +13,7 @@ from aiosync.errors import GenerationAborted, Paused, PhaseTimeout, Validation
 from aiosync.generation import GenerationGate, Span, WeightsTag
 from aiosync.generation_table import GENERATION, GateState
 from aiosync.version import Version
+from statemachines.diagrams import table_markdown
 from statemachines.errors import InvalidTransition
 
 pytestmark = pytest.mark.anyio
@@ -99,6 +101,11 @@ async def test_every_pair_of_the_table(state, trigger):
     else:
         gate.machine.fire(trigger)
         assert gate.state == target
+
+
+async def test_the_documented_table_is_the_gates():
+    page = Path(__file__).resolve().parents[1] / "docs" / "control-plane.md"
+    assert table_markdown(GENERATION).strip() in await anyio.Path(page).read_text("utf-8")
 
 
 async def test_the_gate_is_watched_like_an_engine():

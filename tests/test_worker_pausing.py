@@ -234,6 +234,42 @@ async def test_weights_ids_never_repeat():
         assert len(set(seen)) == len(seen)
 
 
+async def test_each_span_is_what_a_reference_of_its_version_computes():
+    """A generation over three versions; every token is recomputed on a copy of its version."""
+    async with by_hand() as engine:
+        await owned(engine)
+        references = {"default": {name: t.clone() for name, t in engine.model.items()}}
+        tokens = []
+
+        def step(model, at):
+            return float((model[f"t{at % len(model):02}"] * (at + 1)).sum().sin())
+
+        async def generate():
+            async with engine.generation.request() as request:
+                for at in range(30):
+                    await request.checkpoint()
+                    tokens.append(step(engine.model, at))
+                    request.produced()
+                    await asyncio.sleep(0.002)
+                return request.spans
+
+        generating = asyncio.create_task(generate())
+        for order in (1, 2):
+            while len(tokens) < 8 * order:
+                await asyncio.sleep(0.001)
+            await whole_round(engine, order, order)
+            references[str(order)] = {name: t.clone() for name, t in engine.model.items()}
+        spans = await generating
+        assert [span.version for span in spans] == ["default", "1", "2"]
+        assert [spans[0].start, *(span.end for span in spans)] == [
+            0, spans[1].start, spans[2].start, 30,
+        ]  # fmt: skip
+        assert len({span.weights_id for span in spans}) == 3
+        for span in spans:
+            again = [step(references[span.version], at) for at in range(span.start, span.end)]
+            assert again == tokens[span.start : span.end]
+
+
 # -- labels and checks -----------------------------------------------------------------------------
 
 
