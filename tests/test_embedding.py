@@ -207,6 +207,24 @@ def test_an_owned_worker_is_not_shut_down_by_a_bare_call(kind):
 
 
 @every_host
+def test_a_body_without_a_length_is_read_up_to_the_limit_only(kind):
+    def parts():
+        for _ in range(40):
+            yield b" " * 4096
+
+    with replica(kind) as (engine, host, _):
+        with requests.Session() as session:
+            session.trust_env = False
+            url = f"{host.url}/start_weight_update"
+            try:
+                answer = session.post(url, data=parts(), timeout=TIMEOUT)
+            except requests.ConnectionError:
+                return  # it hung up on the rest of the body, as it may
+        assert answer.status_code == 413
+        assert engine.steps == []
+
+
+@every_host
 def test_events_stream_through_every_host(kind):
     with replica(kind) as (_, host, plain):
         plain.init_weight_transfer_engine({})
@@ -243,6 +261,7 @@ def test_stopping_the_host_during_a_round_ends_the_round_with_the_weights_intact
         host.call(engine.reached["update"].wait)
     thread.join(20)
     assert len(failed) == 1
+    assert "the server is closing" in str(engine.cycle.ownership.outcome)
     assert (engine.state, engine.weights, values(engine.model)) == ("initialized", "intact", {0.0})
     if isinstance(failed[0], requests.Response):
         assert failed[0].status_code == 500
