@@ -122,6 +122,8 @@ _METHOD = {
     "prepare": "prepare_weight_update",
     "abort": "abort_weight_update",
     "status": "weight_update_status",
+    "pause": "pause",
+    "draft": "start_draft_weight_update",
 }
 _PHASE = {
     "init_weight_transfer_engine": "init",
@@ -130,6 +132,9 @@ _PHASE = {
     "prepare_weight_update": "prepare",
     "finish_weight_update": "finish",
     "abort_weight_update": "abort",
+    "start_draft_weight_update": "start",
+    "pause": "pause",
+    "resume": "resume",
 }
 
 

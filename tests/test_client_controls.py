@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from types import SimpleNamespace
 
 import pytest
+import torch
 from aiohttp import web
 from by_hand import by_hand, header, owned, tensors, values
 
@@ -67,6 +70,53 @@ async def test_pausing_and_the_rest_over_http():
             for action in ("checksums", None):
                 with pytest.raises(aiosync.Validation, match="action"):
                     await client.weight_checker(action)
+
+
+@pytest.mark.parametrize("paused", [True, False])
+async def test_a_real_round_under_a_streaming_generation(paused):
+    model, trained = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    references = {"default": copy.deepcopy(model), "1": trained}
+    config = aiosync.WeightTransferConfig("ipc")
+    engine = aiosync.WeightTransferEngineFactory.create_engine(config, model=model)
+    outputs = []
+
+    def step(on, at):
+        with torch.no_grad():
+            return on(torch.full((8,), float(at))).tolist()
+
+    async def generate(until):
+        async with engine.generation.request() as request:
+            while not until.is_set() or len(outputs) - done < 5:
+                await request.checkpoint()
+                outputs.append(step(model, len(outputs)))
+                request.produced()
+                await asyncio.sleep(0.001)
+            return request.spans
+
+    async with engine, serve(engine, port=0) as server:
+        client = HTTPVLLMWeightSyncClient(server.url)
+        over, done = asyncio.Event(), 0
+        generating = asyncio.create_task(generate(over))
+        while len(outputs) < 3:
+            await asyncio.sleep(0.001)
+        async with aiosync.connect(trained, workers=[server.url]) as sync:
+            if paused:
+                await client.pause("keep", clear_cache=False)
+                before = len(outputs)
+            await sync.send_weights(version=1)
+            if paused:
+                assert len(outputs) == before
+                await client.resume()
+            done = len(outputs)
+            over.set()
+            spans = await generating
+        assert [span.version for span in spans] == ["default", "1"]
+        lineage, order, digest = spans[1].weights_id.split("/")
+        assert (lineage, order) == (engine.version.lineage, "1")
+        assert "unverified" not in digest  # it names the bytes
+        for span in spans:
+            again = [step(references[span.version], at) for at in range(span.start, span.end)]
+            assert again == outputs[span.start : span.end]
 
 
 async def test_a_target_in_the_header_reaches_the_engine():
