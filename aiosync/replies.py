@@ -170,6 +170,8 @@ def _denies(part: dict[str, Any]) -> bool:
         value = part.get(key)
         if value is False or (isinstance(value, list) and False in value):
             return True
+    if part.get("status") == "aborted" and isinstance(part.get("aborted"), int):
+        return False  # vLLM's success of abort_requests: it says how many
     return any(_is_failed_status(part.get(key)) for key in _STATUS_KEYS)
 
 
