@@ -27,7 +27,8 @@ every_host = pytest.mark.parametrize("kind", HOSTS)
 def make_engine(sink="staged", **options):
     config = aiosync.WeightTransferConfig("by_hand", sink=sink)
     engine = ByHand(config, None, "cpu", tensors(), name="replica", **options)
-    engine.incarnation = "one"  # random otherwise: replies are compared
+    # Random, and of the clock, otherwise: replies are compared.
+    engine.incarnation, engine.cycle.ownership.epoch = "one", 0
     return engine
 
 
@@ -201,7 +202,7 @@ def test_an_owned_worker_is_not_shut_down_by_a_bare_call(kind):
         assert plain.raw("POST", "finish_weight_update", body).status_code == 409
         assert plain.raw("POST", "weight_checker", {"action": "reset"}).status_code == 409
         assert engine.state == "initialized"
-        owned = {"aiosync": {"owner": "trainer", "epoch": 1}}
+        owned = {"aiosync": {"owner": "trainer", "epoch": engine.cycle.ownership.epoch}}
         plain.post("shutdown_weight_transfer_engine", owned)
         assert engine.state == "idle"
 

@@ -209,6 +209,7 @@ async def _drive(sequence: list[Any]) -> None:
     config = aiosync.WeightTransferConfig("by_hand", lease_s=5.0)
     engine = Fuzzed(config, None, "cpu", tensors(), name="fuzzed")
     engine.set_draft_model(tensors())
+    engine.cycle.ownership.epoch = 0  # so that calls can guess the next one
     service = aiosync.WeightUpdateService(engine)
     try:
         for method, route, query, headers, body in sequence:
