@@ -298,7 +298,7 @@ async def test_a_hang_7_a_worker_is_lost_while_the_group_is_set_up(sign, backend
 
         middle.break_route("init_weight_transfer_engine", "hang", lose)
         urls = [workers[0].url, workers[1].url, middle.url]
-        with bounded(3 + 1), pytest.raises(aiosync.AiosyncError) as caught:
+        with bounded(2 + 1), pytest.raises(aiosync.AiosyncError) as caught:
             async with asyncio.timeout(10):
                 info = {"ipc": aiosync.IPCTrainerInitInfo, "gloo": aiosync.GlooTrainerInitInfo}
                 cls = {
@@ -309,7 +309,7 @@ async def test_a_hang_7_a_worker_is_lost_while_the_group_is_set_up(sign, backend
                     info[backend](rank=0), client=aiosync.FleetClient(urls), source=source, hub=None
                 )
                 async with engine:
-                    await engine.initialize(timeout=3)
+                    await engine.initialize(timeout=2)
         assert caught.value.replica == middle.url
         assert caught.value.phase == "init"
         async with aiosync.connect(source, workers=urls[:2], **wired(backend)) as sync:
@@ -358,7 +358,7 @@ async def test_a_hang_9_killed_while_the_round_ends(route, backend):
         async with aiosync.connect(source, workers=urls, **wired(backend)) as sync:
             middle.break_route(route, "hang", workers[1].kill)
             with bounded(), pytest.raises(aiosync.AiosyncError) as caught:
-                await sync.send_weights(version=1, budget=Budget(total=4, finish=2, cleanup=1))
+                await sync.send_weights(version=1, budget=Budget(total=4, finish=1, cleanup=1))
             first, second = caught.value.report.members
             assert second.outcome in ("failed", "unknown")
             facts = await workers[0].wait_state("initialized", "failed", "idle")
