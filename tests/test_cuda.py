@@ -14,12 +14,14 @@ from statemachines.errors import Validation
 from transports.cuda import (
     REACHED,
     WorkQueue,
+    borrow_queue,
     copy_batch,
     copy_form,
     cuda_device,
     in_form,
     mark_current,
     poll,
+    return_queue,
     wait_event,
 )
 from transports.device_digest import DeviceDigests
@@ -111,6 +113,14 @@ def test_on_the_cpu_everything_is_done_at_once():
     assert queue.record() is REACHED
     assert mark_current(CPU) is REACHED
     assert queue.handle == 0
+
+
+def test_a_queue_that_was_returned_is_used_again():
+    first, other = borrow_queue(CPU), borrow_queue(CPU)
+    assert first is not other
+    return_queue(first)
+    assert borrow_queue(CPU, urgent=True) is not first
+    assert borrow_queue(CPU) is first
 
 
 @without_cuda

@@ -25,25 +25,15 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 FIRST_NAP_S = 0.0002
-LONGEST_NAP_S = 0.005
+LONGEST_NAP_S = 0.001
+_LONGEST_GUESS_S = 0.02
 _GROWTH = 1.5
 _URGENT = -1  # of CUDA's priorities: lower comes first
 
 _DTYPE: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
-# What the batched copy moves as it is. Others travel as integers of their size, or as bytes.
-_PLAIN = frozenset(
-    {
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-    }
-)
+# What the batched copy moves as it is. Others travel as integers of their size, or as bytes: the
+# copy of a floating-point type may quieten a NaN.
+_PLAIN = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -72,7 +62,7 @@ class WorkQueue:
     """
 
     def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
-        self.device = device
+        self.device, self.urgent = device, urgent
         self.stream: Any = None
         if device.type == "cuda":
             make: Any = torch.cuda.Stream  # untyped
@@ -99,6 +89,23 @@ class WorkQueue:
             self.stream.wait_event(mark)
 
 
+_IDLE: dict[tuple[torch.device, bool], list[WorkQueue]] = {}
+
+
+def borrow_queue(device: torch.device, *, urgent: bool = False) -> WorkQueue:
+    """A queue that nobody uses now. torch keeps memory for each stream: so they are used again."""
+    idle = _IDLE.setdefault((device, urgent), [])
+    try:
+        return idle.pop()
+    except IndexError:
+        return WorkQueue(device, urgent=urgent)
+
+
+def return_queue(queue: WorkQueue) -> None:
+    """All of its work is done, and nobody will queue more."""
+    _IDLE.setdefault((queue.device, queue.urgent), []).append(queue)
+
+
 def mark_current(device: torch.device) -> Mark:
     """Mark what the calling thread has queued on its current stream of `device`."""
     if device.type != "cuda":
@@ -111,12 +118,6 @@ def _recorded(stream: Any) -> Mark:
     event: Mark = make()
     stream.record_event(event)
     return event
-
-
-def hold_current(device: torch.device, mark: Mark) -> None:
-    """What the calling thread queues on its current stream from here on begins after `mark`."""
-    if device.type == "cuda" and mark is not REACHED:
-        torch.cuda.current_stream(device).wait_event(mark)  # type: ignore[arg-type] # an event
 
 
 def cuda_device(device: torch.device | str | int | None = None) -> torch.device:
@@ -175,7 +176,7 @@ class _Naps:
             raise PhaseTimeout(f"the device was not done within {self._limit:g} s")
         if self._due > FIRST_NAP_S:
             due, self._due = self._due, 0.0
-            return min(due, LONGEST_NAP_S * 4)
+            return min(due, _LONGEST_GUESS_S)
         nap, self._nap = self._nap, min(self._nap * _GROWTH, LONGEST_NAP_S)
         return nap
 
