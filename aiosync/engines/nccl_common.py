@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
-from aiosync.config import TrainerInitInfo, WeightTransferInitInfo
-from aiosync.engines.streamed import StreamUpdateInfo
+from aiosync.config import TrainerInitInfo, WeightTransferInitInfo, check_count
+from aiosync.engines.streamed import Seconds, StreamUpdateInfo
 from aiosync.errors import Validation
 from aiosync.metadata import meta_nbytes
 from transports.cuda import cuda_device
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 BUFFER_NBYTES = 1 << 30
 BUFFERS = 3
 _VLLM_BUFFER_NBYTES, _VLLM_BUFFERS = 1 << 30, 2
+_MOST_NBYTES, _MOST_BUFFERS = 1 << 46, 1 << 10
+_MOST_RANKS = 1 << 16  # what a worker believes of a trainer before it has met it
 
 
 @dataclass
@@ -57,10 +59,10 @@ class NCCLTrainerInitInfo(TrainerInitInfo):
     lineage: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_buffers(self.packed_buffer_size_bytes, self.packed_num_buffers)
-        size: object = self.world_size
-        if size is not None and (type(size) is not int or size < 2):
-            raise Validation(f"world_size must be an int of at least 2, not {size!r}", phase="init")
+        check_count("packed_buffer_size_bytes", self.packed_buffer_size_bytes, 1, _MOST_NBYTES)
+        check_count("packed_num_buffers", self.packed_num_buffers, 1, _MOST_BUFFERS)
+        if self.world_size is not None:
+            check_count("world_size", self.world_size, 2, _MOST_RANKS)
 
 
 class NCCLWeightTransferInitInfo(
@@ -78,15 +80,17 @@ class NCCLWeightTransferInitInfo(
     """
 
     master_address: str | None = None
-    master_port: int | None = None
-    rank_offset: int
-    world_size: int
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    rank_offset: Annotated[int, msgspec.Meta(ge=1, le=_MOST_RANKS - 1)]
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=_MOST_RANKS)]
     nccl_unique_id_b64: str | None = None
     packed: bool = False
-    packed_buffer_size_bytes: int = _VLLM_BUFFER_NBYTES
-    packed_num_buffers: int = _VLLM_BUFFERS
+    packed_buffer_size_bytes: Annotated[int, msgspec.Meta(ge=1, le=_MOST_NBYTES)] = (
+        _VLLM_BUFFER_NBYTES
+    )
+    packed_num_buffers: Annotated[int, msgspec.Meta(ge=1, le=_MOST_BUFFERS)] = _VLLM_BUFFERS
     digest: str | None = None
-    join_s: float | None = None
+    join_s: Seconds | None = None
 
     def __post_init__(self) -> None:
         has_address = self.master_address is not None or self.master_port is not None
@@ -98,9 +102,6 @@ class NCCLWeightTransferInitInfo(
             decode_unique_id(self.nccl_unique_id_b64)
         elif self.master_address is None or self.master_port is None:
             raise ValueError("give master_address and master_port, or nccl_unique_id_b64")
-        if self.join_s is not None and not 0 < self.join_s < float("inf"):
-            raise ValueError("join_s must be a finite number of seconds above 0")
-        _check_buffers(self.packed_buffer_size_bytes, self.packed_num_buffers)
 
     def __repr__(self) -> str:  # the id, which keeps strangers out, stays out of logs
         way = "nccl_unique_id_b64=..." if self.nccl_unique_id_b64 else f"{self.master_address!r}"
@@ -140,9 +141,3 @@ def cuda_device_for(given: Any, who: str) -> torch.device:
             phase="init",
             next_step=f'use backend "ipc" (one host) or "gloo" for {who} on the CPU',
         ) from error
-
-
-def _check_buffers(nbytes: object, count: object) -> None:
-    for name, value in (("packed_buffer_size_bytes", nbytes), ("packed_num_buffers", count)):
-        if type(value) is not int or not 0 < value < 1 << 63:
-            raise Validation(f"{name} must be an int above 0, not {value!r}", phase="init")
