@@ -134,6 +134,21 @@ if TYPE_CHECKING:
     from aiosync.engines.loopback import (
         LoopbackWeightTransferUpdateInfo as LoopbackWeightTransferUpdateInfo,
     )
+    from aiosync.engines.nccl import (
+        NCCLTrainerInitInfo as NCCLTrainerInitInfo,
+    )
+    from aiosync.engines.nccl import (
+        NCCLTrainerWeightTransferEngine as NCCLTrainerWeightTransferEngine,
+    )
+    from aiosync.engines.nccl import (
+        NCCLWeightTransferEngine as NCCLWeightTransferEngine,
+    )
+    from aiosync.engines.nccl import (
+        NCCLWeightTransferInitInfo as NCCLWeightTransferInitInfo,
+    )
+    from aiosync.engines.nccl import (
+        NCCLWeightTransferUpdateInfo as NCCLWeightTransferUpdateInfo,
+    )
     from aiosync.factory import (
         WeightTransferEngineFactory as WeightTransferEngineFactory,
     )
@@ -300,6 +315,11 @@ _LAZY = {
     "Milestone": "aiosync.concurrency",
     "Model": "aiosync.weight_targets",
     "ModuleSource": "aiosync.sources",
+    "NCCLTrainerInitInfo": "aiosync.engines.nccl",
+    "NCCLTrainerWeightTransferEngine": "aiosync.engines.nccl",
+    "NCCLWeightTransferEngine": "aiosync.engines.nccl",
+    "NCCLWeightTransferInitInfo": "aiosync.engines.nccl",
+    "NCCLWeightTransferUpdateInfo": "aiosync.engines.nccl",
     "Next": "aiosync.round_options",
     "ParamMeta": "aiosync.metadata",
     "PauseMode": "aiosync.generation",

@@ -188,6 +188,7 @@ _BUILT_IN = {
     "gloo": ("aiosync.engines.gloo", "Gloo"),
     "ipc": ("aiosync.engines.ipc", "IPC"),
     "loopback": ("aiosync.engines.loopback", "Loopback"),
+    "nccl": ("aiosync.engines.nccl", "NCCL"),
 }
 for _name, (_module, _prefix) in _BUILT_IN.items():
     WeightTransferEngineFactory.register_engine(_name, _module, f"{_prefix}WeightTransferEngine")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aiosync.errors import Refused
-from transports.segments import available_memory
 
 if TYPE_CHECKING:
     from aiosync.members import MemberLink
@@ -36,18 +35,22 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     worker_bytes: dict[str, int | None]
 
 
-def summarise(plan: Plan, *, buffers: int | None, links: list[MemberLink]) -> PlanSummary:
+def held_bytes(plan: Plan, buffers: int | None) -> int:
+    """What a channel holds with so many chunks in flight; None: the whole payload at once."""
+    largest = max((chunk.nbytes for chunk in plan.chunks), default=0)
+    return plan.total_bytes if buffers is None else min(buffers, len(plan.chunks)) * largest
+
+
+def summarise(plan: Plan, *, need: int, free: int | None, links: list[MemberLink]) -> PlanSummary:
     """Sum a plan up.
 
     Args:
-        buffers: Chunks in flight; None: the whole payload is held at once.
+        need: Bytes that the trainer's side of the channel holds.
+        free: Bytes there are for it; None where nobody can tell.
 
     Raises:
         Refused: The trainer's side needs more memory than there is; names both.
     """
-    largest = max((chunk.nbytes for chunk in plan.chunks), default=0)
-    need = plan.total_bytes if buffers is None else min(buffers, len(plan.chunks)) * largest
-    free = available_memory()
     if free is not None and need > free:
         raise Refused(
             f"the channel needs {need} bytes of memory, {free} are free",

@@ -292,4 +292,5 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with torch.inference_mode() if inference else torch.no_grad():
             torch._foreach_copy_(into, out_of)
     for device in {key[1] for key in batches if key[1].type == "cuda"}:
-        torch.cuda.synchronize(device)
+        # Not the device: a transfer that runs beside this may wait for its peer.
+        torch.cuda.current_stream(device).synchronize()

@@ -19,6 +19,7 @@ BENCHMARKS = {
     "loop_lag": "how late the trainer's event loop is, beside its floor",
     "metadata": "37,000 parameters: the first handshake, and later control bytes",
     "events": "one transition with hooks and subscribers",
+    "nccl": "whole rounds between GPU processes, beside raw broadcasts (needs CUDA)",
 }
 _COLUMNS = ("name", "variant", "payload", "ours", "raw", "unit", "ratio", "target")
 _WIDTHS = (9, 46, 24, 8, 8, 17, 7, 0)

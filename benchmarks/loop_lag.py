@@ -37,10 +37,10 @@ async def _measure(other: Peer, layout: str, options: Options) -> dict[str, Any]
     async with setting(other, layout, options.nbytes, tensors) as pair:
 
         async def ours() -> float:
-            return await _lag(pair.round(), mine)
+            return await lag_of(pair.round(), mine)
 
         async def raw() -> float:
-            return await _lag(pair.two_copies(), floor)
+            return await lag_of(pair.two_copies(), floor)
 
         await pair.two_copies()  # the first one pays for pages
         turns = await alternate(ours, raw, options.repeat)
@@ -68,7 +68,7 @@ async def _measure(other: Peer, layout: str, options: Options) -> dict[str, Any]
     }
 
 
-async def _lag(work: Awaitable[object], lags: list[float]) -> float:
+async def lag_of(work: Awaitable[object], lags: list[float]) -> float:
     """Milliseconds that the sleeper was late while `work` ran; their 99th percentile."""
     loop = asyncio.get_running_loop()
     running = asyncio.ensure_future(work)

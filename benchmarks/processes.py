@@ -21,7 +21,7 @@ _END_S = 20.0
 
 @final
 class Peer:
-    """A running `benchmarks.peers.worker`."""
+    """A running module of `benchmarks.peers`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -46,12 +46,12 @@ class Peer:
 
 
 @asynccontextmanager
-async def peer() -> AsyncIterator[Peer]:
-    """The other process for the length of the block."""
+async def peer(module: str = "benchmarks.peers.worker") -> AsyncIterator[Peer]:
+    """The other process, which runs `module`, for the length of the block."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "benchmarks.peers.worker",
+        module,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,

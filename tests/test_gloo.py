@@ -313,7 +313,7 @@ async def test_a_restarted_worker_is_met_anew(tmp_path):
 async def test_trainer_lost_in_mid_round(sign):
     async with replicas(1) as (worker,):
         old = await worker.facts()
-        async with program("gloo_trainer.py", worker.url) as trainer:
+        async with program("group_trainer.py", worker.url) as trainer:
             async with asyncio.timeout(30):
                 assert await trainer.stdout.readline() == b"holding\n"
             trainer.signal(sign)

@@ -33,10 +33,10 @@ XXH3_64 = "xxh3_64"
 WSUM64 = "wsum64"
 
 _MASK = 2**64 - 1
-_ROW = 512  # words
-_ROWS = 2048  # rows of a group: 8 MiB, which also bounds the temporaries
-_GROUP_NBYTES = 8 * _ROW * _ROWS
-_CHAIN = 0x9E3779B97F4A7C15
+WSUM64_ROW = 512  # words
+WSUM64_ROWS = 2048  # rows of a group: 8 MiB, which also bounds the temporaries
+_GROUP_NBYTES = 8 * WSUM64_ROW * WSUM64_ROWS
+WSUM64_CHAIN = 0x9E3779B97F4A7C15
 
 
 @cache
@@ -107,7 +107,7 @@ class ChunkDigest:
 
 
 def _chain(state: int, value: int) -> int:
-    return (state * _CHAIN + value) & _MASK
+    return (state * WSUM64_CHAIN + value) & _MASK
 
 
 def _wsum(data: torch.Tensor) -> int:
@@ -118,23 +118,23 @@ def _wsum(data: torch.Tensor) -> int:
 
 
 def _group_sum(data: torch.Tensor) -> int:
-    weights = _weights(data.device)
+    weights = wsum64_weights(data.device)
     # view() looks at the offset in the storage, the processor at the address
     if data.storage_offset() % 8 or data.data_ptr() % 8:
         data = data.clone()
-    n_words, n_rows = data.numel() // 8, data.numel() // (8 * _ROW)
+    n_words, n_rows = data.numel() // 8, data.numel() // (8 * WSUM64_ROW)
     words = data[: n_words * 8].view(torch.int64)
     total = 0
     if n_rows:
-        sums = _dot(words[: n_rows * _ROW].view(n_rows, _ROW), weights.columns)
+        sums = _dot(words[: n_rows * WSUM64_ROW].view(n_rows, WSUM64_ROW), weights.columns)
         # int64 shifts copy the sign; the mask makes the shift logical, and so the mix invertible
         sums ^= (sums >> 29) & (2**35 - 1)
         total = int(_dot(sums.view(1, -1), weights.rows[:n_rows]))
-    rest = n_words - n_rows * _ROW
+    rest = n_words - n_rows * WSUM64_ROW
     if rest or data.numel() % 8:
         last = 0
         if rest:
-            last = int(_dot(words[n_rows * _ROW :].view(1, -1), weights.columns[:rest]))
+            last = int(_dot(words[n_rows * WSUM64_ROW :].view(1, -1), weights.columns[:rest]))
         if data.numel() % 8:
             tail = int.from_bytes(bytes(data[n_words * 8 :].tolist()), "little")
             last += tail * int(weights.columns[rest])
@@ -155,17 +155,17 @@ class _Weights(NamedTuple):
 
 
 @cache
-def _weights(device: torch.device) -> _Weights:
+def wsum64_weights(device: torch.device) -> _Weights:
     """Odd pseudo-random weights of rows and columns (splitmix64 from 0), made once a device."""
     if sys.byteorder != "little":  # pragma: no cover - the words would differ
         raise Validation("wsum64 is defined on little-endian words")
     values = []
     state = 0
-    for _ in range(_ROWS + _ROW):
-        state = (state + _CHAIN) & _MASK
+    for _ in range(WSUM64_ROWS + WSUM64_ROW):
+        state = (state + WSUM64_CHAIN) & _MASK
         z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
         values.append((z ^ (z >> 31)) | 1)
     signed = struct.unpack(f"<{len(values)}q", struct.pack(f"<{len(values)}Q", *values))
     weights = torch.tensor(signed, dtype=torch.int64, device=device)
-    return _Weights(weights[:_ROWS], weights[_ROWS:])
+    return _Weights(weights[:WSUM64_ROWS], weights[WSUM64_ROWS:])

@@ -7,6 +7,7 @@ digest. Three rules:
   the chunk. Every chunk but the last exceeds the limit, by up to its last tensor.
 * ``ipc_packed``, vLLM's CUDA IPC wire: cut before a tensor that would not fit. No chunk exceeds
   the limit, and no tensor may.
+* ``each``, vLLM's unpacked broadcast: every tensor is a chunk of its own, whatever its size.
 * ``aligned``, ours: every tensor starts at a multiple of 64 bytes within its chunk and no chunk
   exceeds the limit. A tensor that fits into a chunk is never split; a larger one begins in the
   room that is left and goes on in the next chunks.
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 NCCL_PACKED = "nccl_packed"
 IPC_PACKED = "ipc_packed"
 ALIGNED = "aligned"
+EACH = "each"
 
 ALIGNMENT = 64
 _MAX = 2**63 - 1  # what a torch size or an int64 on the wire can hold
@@ -84,7 +86,7 @@ def plan_chunks(
         sizes: Bytes of each tensor, in the order both sides agreed on.
         itemsizes: Bytes of one element of each tensor.
         limit: Bytes of a chunk; what exactly it limits depends on the rule.
-        rule: ``"nccl_packed"``, ``"ipc_packed"`` or ``"aligned"``.
+        rule: ``"nccl_packed"``, ``"ipc_packed"``, ``"each"`` or ``"aligned"``.
         names: Used in errors only.
 
     Raises:
@@ -98,6 +100,8 @@ def plan_chunks(
         chunks = _cut_after_overflow(sizes, limit)
     elif rule == IPC_PACKED:
         chunks = _cut_before_overflow(sizes, limit, names)
+    elif rule == EACH:
+        chunks = [Chunk(i, size, (Piece(i, 0, 0, size),)) for i, size in enumerate(sizes)]
     else:
         chunks = _cut_aligned(sizes, limit)
     return Plan(
@@ -219,8 +223,8 @@ def _refuse(tensor: int, names: Sequence[str] | None, problem: str) -> None:
 
 
 def _checked_limit(limit: int, rule: str) -> int:
-    if rule not in (NCCL_PACKED, IPC_PACKED, ALIGNED):
-        raise Validation(f"rule must be one of the three of this module, not {rule!r}")
+    if rule not in (NCCL_PACKED, IPC_PACKED, ALIGNED, EACH):
+        raise Validation(f"rule must be one of the four of this module, not {rule!r}")
     lowest = ALIGNMENT if rule == ALIGNED else 1
     if type(limit) is not int or not lowest <= limit <= _MAX:
         raise Validation(f"limit must be an int from {lowest} to 2**63 - 1, not {limit!r}")

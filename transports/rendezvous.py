@@ -59,6 +59,7 @@ class Meeting:
         prefix: Of this meeting; the same for all ranks, never used twice.
         rank, size: Among the ranks that meet.
         names: Of all ranks, for errors.
+        is_counted: Be one of those a server waits for that counts its ranks (not `StoreHost`).
 
     Attributes:
         local: Address of this host on the way to the store; set by `connect`.
@@ -73,6 +74,7 @@ class Meeting:
         rank: int,
         size: int,
         names: Sequence[str] = (),
+        is_counted: bool = False,
     ) -> None:
         if not 0 <= rank < size:
             raise Validation(f"rank {rank} of a group of {size}", rank=rank, phase="init")
@@ -80,6 +82,7 @@ class Meeting:
         self.names = tuple(names) or tuple(f"rank {other}" for other in range(size))
         self.local = ""
         self._host, self._port = bare_host(host), port
+        self._is_counted = is_counted
         self._where = f"the store at {self._host} port {port}"
         self._waker = Waker()
         self._store: TCPStore | None = None
@@ -277,7 +280,13 @@ class Meeting:
             limit = timedelta(seconds=min(seconds, max(0.01, deadline - time.monotonic())))
             seconds = min(2 * seconds, longest)  # one that is far away needs longer
             try:
-                store = TCPStore(*remote, is_master=False, wait_for_workers=False, timeout=limit)
+                store = TCPStore(
+                    *remote,
+                    self.size if self._is_counted else None,
+                    is_master=False,
+                    wait_for_workers=self._is_counted,
+                    timeout=limit,
+                )
             except RuntimeError:
                 self._waker.check()
                 if time.monotonic() >= deadline:

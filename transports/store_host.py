@@ -66,6 +66,11 @@ class StoreHost:
         self._meetings += 1
         return f"aiosync/{self._token}/{self._meetings}"
 
+    def put(self, key: str, value: bytes) -> None:
+        """Set a key, outside of any meeting's key space; blocking."""
+        if self._store is not None:
+            self._store.set(key, value)  # type: ignore[arg-type] # bytes too
+
     def num_keys(self) -> int:
         """Keys that are in the store."""
         return 0 if self._store is None else int(self._store.num_keys())

@@ -8,17 +8,14 @@ collective cannot be left half way: the next round makes a new one.
 
 from __future__ import annotations
 
-import math
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
-from urllib.parse import urlsplit
 
-import anyio
 import msgspec
 
 from aiosync.config import TrainerInitInfo, WeightTransferInitInfo, check_count
 from aiosync.defaults import DEFAULTS
+from aiosync.engines.joining import LATER_S, host_of, join, join_seconds, own_lane
 from aiosync.engines.streamed import (
     BUFFER_LIMITS,
     BufferSize,
@@ -27,7 +24,7 @@ from aiosync.engines.streamed import (
     StreamedWorkerEngine,
     StreamUpdateInfo,
 )
-from aiosync.errors import PhaseTimeout, Validation
+from aiosync.errors import Validation
 from transports.addresses import advertised
 from transports.gloo_group import GlooGroup
 from transports.gloo_stream import GlooReceiver, GlooSender
@@ -35,10 +32,8 @@ from transports.lane import Lane
 from transports.rendezvous import Meeting, StoreHost
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from aiosync.members import MemberLink
-    from transports.lane import LaneFactory, LaneLike
+    from transports.lane import LaneFactory
     from transports.stream import Receiver, Sender
 
 __all__ = [
@@ -51,10 +46,7 @@ __all__ = [
 
 GlooWeightTransferUpdateInfo = StreamUpdateInfo
 
-# The join ends before the call that contains it does: it knows whom it waited for.
-_EARLIER_S = 0.5
 _MOST_RANKS = 1 << 16  # what a worker believes of a trainer before it has met it
-_LATER_S = 1.0  # a worker's own limit; the trainer's comes first
 
 
 @dataclass
@@ -131,10 +123,8 @@ class GlooTrainerWeightTransferEngine(StreamedTrainerEngine[GlooTrainerInitInfo]
         if not self.is_sender:
             return
         self.dispose()  # of an earlier epoch, where a worker has restarted
-        left = anyio.current_effective_deadline() - anyio.current_time()
-        left = DEFAULTS.admit_s if left == math.inf else left
-        self._join_s = left - min(_EARLIER_S, left / 4)
-        async with _own_lane(self._lane_factory, f"{self.name}-host") as lane:
+        self._join_s = join_seconds()
+        async with own_lane(self._lane_factory, f"{self.name}-host") as lane:
             self._host = host = await lane.run(self._open_host, discard=StoreHost.close)
         self._prefix = host.new_prefix()
         names = ["trainer", *(link.name for link in self.links)]
@@ -145,7 +135,7 @@ class GlooTrainerWeightTransferEngine(StreamedTrainerEngine[GlooTrainerInitInfo]
     def _open_host(self) -> StoreHost:
         address = self.master_address
         if address is None:
-            address = advertised(_host_of(link) for link in self.links)
+            address = advertised(host_of(link) for link in self.links)
         return StoreHost(address, self.master_port)
 
     async def join(self) -> None:
@@ -176,7 +166,7 @@ class GlooTrainerWeightTransferEngine(StreamedTrainerEngine[GlooTrainerInitInfo]
             "master_port": self._host.port,
             "world_size": 1 + len(self.links),
             "prefix": self._prefix,
-            "join_s": self._join_s + _LATER_S,
+            "join_s": self._join_s + LATER_S,
         }
 
     def member_payload(self, link: MemberLink) -> dict[str, Any]:
@@ -235,28 +225,7 @@ class GlooWeightTransferEngine(StreamedWorkerEngine[GlooWeightTransferInitInfo])
 
 
 async def _join(group: GlooGroup, seconds: float, lane_factory: LaneFactory, name: str) -> None:
-    """Join within `seconds`, or, where gloo does not notice, a moment later."""
-    async with _own_lane(lane_factory, f"{name}-join") as lane:
-        with anyio.move_on_after(seconds + _EARLIER_S / 2) as scope:
-            await lane.run(lambda: group.join(timeout=seconds), abort=group.abort, grace=0.2)
-        if scope.cancelled_caught:
-            raise PhaseTimeout(f"the group did not come about within {seconds:g} s", phase="init")
+    def enter(limit: float) -> None:
+        group.join(timeout=limit)
 
-
-@asynccontextmanager
-async def _own_lane(lane_factory: LaneFactory, name: str) -> AsyncIterator[LaneLike]:
-    lane = lane_factory(name)
-    try:
-        yield lane
-    finally:
-        lane.close()
-
-
-def _host_of(link: MemberLink) -> str | None:
-    """Where a member's control server is; None for a client that does not say."""
-    url = getattr(link.client, "base_url", None)
-    if not isinstance(url, str):
-        return None
-    if url.startswith("unix:"):
-        return "127.0.0.1"
-    return urlsplit(url).hostname
+    await join(enter, group.abort, seconds, lane_factory=lane_factory, name=name)

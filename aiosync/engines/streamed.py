@@ -17,7 +17,7 @@ import msgspec
 from aiosync.config import WeightTransferUpdateInfo
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import ProtocolMismatch, Validation
-from aiosync.memory_plan import summarise
+from aiosync.memory_plan import held_bytes, summarise
 from aiosync.metadata import from_wire, meta_nbytes, metadata_digest, to_wire
 from aiosync.source_pass import SourcePass
 from aiosync.streaming import stream_in, stream_out
@@ -25,6 +25,7 @@ from aiosync.trainer import TrainerWeightTransferEngine
 from aiosync.worker import WeightTransferEngine
 from transports.digest import available as available_digests
 from transports.planning import ALIGNED, plan_chunks
+from transports.segments import available_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from aiosync.memory_plan import PlanSummary
     from aiosync.metadata import ParamMeta
     from aiosync.round import Round
+    from aiosync.sinks import Sink
     from statemachines.hub import TransitionHub
     from transports.planning import Plan
     from transports.stream import Receiver, Sender, StreamSummary
@@ -139,8 +141,20 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         grace = DEFAULTS.cleanup_s / 2
         feed = await self.source_side.open_feed(grace=grace)
         plan = await self.source_side.open_plan(feed, self.make_plan, grace=grace)
-        add_up = partial(summarise, plan, buffers=self.chunks_in_flight, links=self.links)
+
+        def add_up() -> PlanSummary:
+            need, free = self.channel_memory(plan)
+            return summarise(plan, need=need, free=free, links=self.links)
+
         return await self.source_lane.run(add_up, grace=grace)
+
+    def channel_memory(self, plan: Plan) -> tuple[int, int | None]:
+        """Bytes that this side of the channel holds, and how many are free; may block."""
+        return held_bytes(plan, self.chunks_in_flight), available_memory()
+
+    def count_readers(self, round: Round) -> int:
+        """Worker ranks that take this round's bytes."""
+        return sum(link.world_size for link in round.links)
 
     def before_transmit(self, sender: Sender, feed: SourceFeed) -> None:
         """Last preparation of a round; on the source lane, may block."""
@@ -204,7 +218,7 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
             SourcePass(feed, self.ranks, sender),
             sender,
             plan=plan,
-            readers=sum(link.world_size for link in round.links),
+            readers=self.count_readers(round),
             round=round.number,
             stall=round.budget.stall,
             grace=round.source_grace,
@@ -267,7 +281,6 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         if isinstance(getattr(self.config, "sink", "staged"), str):
             await self.lane.run(self.know_sink)  # not on the loop: it walks the whole model
         sink = self.sink
-        aliases = update_info.aliases
         summary = await stream_in(
             receiver,
             sink,
@@ -276,9 +289,15 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
             stall=update_info.stall_s,
             grace=DEFAULTS.cleanup_s / 2,
             lane=self.lane,
-            prepare=lambda: sink.begin(metadata, aliases=aliases),
+            prepare=partial(self.begin_sink, sink, metadata, plan, update_info),
         )
         self.received_digest = summary.digest
+
+    def begin_sink(
+        self, sink: Sink, metadata: list[ParamMeta], plan: Plan, info: StreamUpdateInfo
+    ) -> None:
+        """Open the sink for what was announced; on the lane, right before `receiver` is used."""
+        sink.begin(metadata, aliases=info.aliases)
 
     def _check_announced(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
         known = self._known

@@ -23,6 +23,8 @@ from benchmarks import layouts
 from benchmarks.ring import Ring, checksum, copy_from
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
 BODY_LIMIT = 64 << 20
@@ -110,9 +112,10 @@ async def _answer(request: web.Request) -> web.Response:
     return web.Response(body=b" " * int(request.headers.get("reply", "2")))
 
 
-async def main() -> None:
+async def obey(make: Callable[[], Any]) -> None:
+    """Carry out the commands on stdin until it ends."""
     torch.set_num_threads(1)
-    peer = Peer()
+    peer = make()
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -125,4 +128,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(obey(Peer))

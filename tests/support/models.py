@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
+import everything
+import nccl_wire
 import sliced
 import torch
 from torch import nn
 
 
-def make(kind: str, seed: int) -> nn.Module:
+def make(kind: str, seed: int, device: str = "cpu") -> Any:
     """A model with weights of `seed`; kinds differ in what their tensors look like."""
+    model = _make(kind, seed)
+    if isinstance(model, dict):
+        return {name: tensor.to(device) for name, tensor in model.items()}
+    return model.to(device)
+
+
+def _make(kind: str, seed: int) -> Any:
+    if kind == "everything":
+        return everything.empty()
+    if kind == "wire":
+        return {
+            name: torch.zeros(shape, dtype=getattr(torch, dtype))
+            for name, dtype, shape in nccl_wire.DENSE
+        }
     if kind == "full" or kind.startswith("slice-"):
         return sliced.make(kind, seed)
     torch.manual_seed(seed)
@@ -74,10 +91,11 @@ class Ranks(nn.Module):
         self.norm = nn.LayerNorm(width)
 
 
-def fingerprint(model: nn.Module) -> dict[str, str]:
-    """SHA-256 over the bytes of every parameter, by name."""
+def fingerprint(model: Any) -> dict[str, str]:
+    """SHA-256 over the bytes of every parameter, by name; the model may be a dict."""
     result = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        data = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+    named = model if isinstance(model, dict) else None
+    for name, parameter in (named or dict(model.named_parameters(remove_duplicate=False))).items():
+        data = parameter.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8)
         result[name] = hashlib.sha256(data.numpy().tobytes()).hexdigest()
     return result

@@ -29,9 +29,10 @@ async def main() -> None:
     parser.add_argument("--path")
     parser.add_argument("--name", default="replica")
     parser.add_argument("--marker")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model = models.make(options.kind, options.seed)
+    model = models.make(options.kind, options.seed, options.device)
     config = aiosync.WeightTransferConfig(
         options.backend,
         sink=options.sink,
@@ -40,12 +41,12 @@ async def main() -> None:
         marker=options.marker,
     )
     engine = aiosync.WeightTransferEngineFactory.create_engine(
-        config, None, torch.device("cpu"), model, name=options.name
+        config, None, torch.device(options.device), model, name=options.name
     )
 
     async def fingerprint(_: web.Request) -> web.Response:
         async with engine.generation.swap():  # alone, and also while the weights may not serve
-            prints = models.fingerprint(model)
+            prints = await asyncio.to_thread(models.fingerprint, model)  # may wait for a GPU
         version = engine.version.label if engine.version else None
         facts: dict[str, Any] = {"prints": prints, "version": version}
         facts |= {"state": engine.state.value, "weights": engine.weights.value}

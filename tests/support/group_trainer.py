@@ -1,4 +1,4 @@
-"""A gloo trainer as a process: connects, begins a round, and holds it until it is killed."""
+"""A trainer of a collective group as a process: holds a round until it is killed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from paced import Hold, Paced
 import aiosync
 
 
-async def main(url: str) -> None:
+async def main(url: str, backend: str = "gloo", device: str = "cpu") -> None:
     hold = Hold(3)
-    source = Paced(models.make("small", 7), hold)
-    options = {"backend": "gloo", "buffer_size_bytes": 4096, "lease_s": 20.0}
+    source = Paced(models.make("small", 7, device), hold)
+    size = "buffer_size_bytes" if backend == "gloo" else "packed_buffer_size_bytes"
+    options = {"backend": backend, size: 4096, "lease_s": 20.0}
     async with aiosync.connect(source, workers=[url], **options) as sync:
         sync.begin_update(version=1)
         while not hold.reached.is_set():
@@ -24,4 +25,4 @@ async def main(url: str) -> None:
         await asyncio.sleep(60)
 
 
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,153 @@
+"""The worker's side of backend ``nccl``; see `nccl`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aiosync.defaults import DEFAULTS
+from aiosync.engines.joining import LATER_S, join
+from aiosync.engines.nccl_common import (
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
+    cuda_device_for,
+    nccl_plan,
+)
+from aiosync.engines.streamed import StreamedWorkerEngine
+from aiosync.errors import Validation
+from aiosync.metadata import from_wire, metadata_digest
+from transports.nccl_group import NcclGroup
+from transports.nccl_half import warm_up
+from transports.nccl_receiver import NcclReceiver
+from transports.nccl_rendezvous import IdMeeting, decode_unique_id
+
+if TYPE_CHECKING:
+    from aiosync.engines.streamed import StreamUpdateInfo
+    from aiosync.metadata import ParamMeta
+    from aiosync.sinks import Sink
+    from transports.planning import Plan
+    from transports.stream import Receiver
+
+
+class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo]):
+    """Receives the trainer's broadcasts into the sink."""
+
+    init_info_cls = NCCLWeightTransferInitInfo
+    update_info_cls = NCCLWeightTransferUpdateInfo
+    reusable_after_abort = False
+
+    _group: NcclGroup | None = None
+    _packed = True
+    _begun: str | None = None  # digest of the metadata that the sink took last
+
+    def __init__(
+        self, config: Any, vllm_config: Any, device: Any, model: Any, **options: Any
+    ) -> None:
+        device = cuda_device_for(device, "a worker")
+        super().__init__(config, vllm_config, device, model, **options)
+
+    async def init_transfer_engine(  # type: ignore[override] # a step may be either
+        self, init_info: NCCLWeightTransferInitInfo
+    ) -> None:
+        assert isinstance(self.device, torch.device)  # made so by the constructor
+        rank, size = self._rank_in(init_info), init_info.world_size
+        group = NcclGroup(rank, size, device=self.device)
+        meeting: IdMeeting | None = None
+        if init_info.nccl_unique_id_b64 is None:
+            assert init_info.master_address is not None  # checked by the init info
+            assert init_info.master_port is not None
+            where = (init_info.master_address, init_info.master_port)
+            meeting = IdMeeting(*where, rank=rank, size=size)
+
+        def enter(limit: float) -> None:
+            if meeting is None:
+                unique_id = decode_unique_id(init_info.nccl_unique_id_b64 or "")
+            else:
+                unique_id = meeting.fetch(timeout=limit)
+            group.join(unique_id, timeout=limit)
+            warm_up(group.device)
+
+        def abort() -> None:
+            if meeting is not None:
+                meeting.abort()
+            group.abort()
+
+        seconds = init_info.join_s or DEFAULTS.admit_s - LATER_S
+        try:
+            await join(enter, abort, seconds, lane_factory=self._lane_factory, name=self.name)
+        except BaseException:
+            group.close()
+            raise
+        self._group = group
+        self._known = self._begun = None
+        self._limit, self._packed = init_info.packed_buffer_size_bytes, init_info.packed
+        self.receiver = NcclReceiver(
+            group,
+            digest=init_info.digest,
+            ring_nbytes=init_info.packed_buffer_size_bytes * init_info.packed_num_buffers,
+        )
+
+    def _rank_in(self, info: NCCLWeightTransferInitInfo) -> int:
+        """As vLLM counts; the parallel configuration is that of an engine inside vLLM."""
+        config, rank = self.parallel_config, info.rank_offset
+        if config is not None:
+            replica = getattr(config, "data_parallel_index", 0)
+            rank += replica * getattr(config, "world_size", 1) + getattr(config, "rank", 0)
+        if not 0 <= rank < info.world_size:
+            raise Validation(
+                f"init_info: rank {rank} is not in a group of {info.world_size}",
+                rank=rank,
+                phase="init",
+            )
+        return rank
+
+    def open_receiver(self, init_info: NCCLWeightTransferInitInfo) -> Receiver:
+        raise NotImplementedError("init_transfer_engine makes it, once the group is joined")
+
+    def close_receiver(self, receiver: Receiver) -> None:
+        assert isinstance(receiver, NcclReceiver)
+        receiver.release()
+        self._group = None
+
+    def _check_announced(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
+        known = self._known
+        if info.names or info.dtype_names or info.shapes or known is None:
+            if not info.names:
+                raise Validation(
+                    "update_info announces nothing: empty lists mean the metadata of the last"
+                    " update, and there was none",
+                    phase="update",
+                )
+            metadata = from_wire(info.names, info.dtype_names, info.shapes)
+            digest = metadata_digest(metadata)
+            if known is None or known[0] != digest:
+                plan = nccl_plan(metadata, self._limit, packed=self._packed)
+                known = self._known = (digest, metadata, plan)
+        digest, metadata, plan = known
+        # What a trainer of ours says beside it; a stock one does not.
+        if info.metadata_digest not in ("", digest) or info.plan_digest not in ("", plan.digest):
+            raise Validation(
+                f"update_info: metadata {info.metadata_digest} and plan {info.plan_digest} are"
+                f" not this worker's {digest} and {plan.digest}",
+                phase="update",
+            )
+        return metadata, plan
+
+    def begin_sink(
+        self, sink: Sink, metadata: list[ParamMeta], plan: Plan, info: StreamUpdateInfo
+    ) -> None:
+        receiver = self.receiver
+        assert isinstance(receiver, NcclReceiver)  # the machine is initialised
+        assert self._known is not None  # just checked
+        receiver.describe(metadata)
+        if self._begun == self._known[0]:
+            # As last time: bytes may come while the sink gets ready.
+            receiver.prefetch(plan, round=info.round, stall=info.stall_s)
+        self._begun = None
+        super().begin_sink(sink, metadata, plan, info)
+        self._begun = self._known[0]
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._begun = None
