@@ -27,7 +27,7 @@ from aiosync.sources import WeightSource
 from statemachines.errors import Validation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator
+    from collections.abc import AsyncGenerator, Callable, Generator
 
     from aiosync.metadata import ParamMeta
 
@@ -67,6 +67,8 @@ class SourceFeed:
         self.left_out = [str(name) for name in getattr(source, "left_out", None) or ()]
         self.owned: list[int] = self._owned()
         self._grouped = _by_groups(type(source))
+        self.plain: list[torch.Tensor] | None = None
+        """What the next pass yields, while `look` knows it."""
 
     def announces(self, metadata: Iterable[ParamMeta]) -> bool:
         """Whether `metadata` is what this feed was made from; a list may change in place."""
@@ -123,6 +125,26 @@ class SourceFeed:
             counts.append(sum(index in owned for index in range(at, at + size)))
             at += size
         return counts
+
+    def look(self) -> None:
+        """Find out, on the thread that runs the source, whether a pass is but a walk.
+
+        Then `plain` has its tensors: parameters as they are, announced as they are, perhaps
+        requiring gradients. Otherwise it is None.
+        """
+        look: Callable[[], list[torch.Tensor] | None] | None
+        look = getattr(self.source, "plain_tensors", None)
+        self.plain = None
+        if look is not None and self.announces(self.source.metadata):
+            self.plain = look()
+
+    def iter_plain(self) -> Generator[list[tuple[int, torch.Tensor]]]:
+        """The pass that `look` found, a layer group at a time."""
+        tensors, at = self.plain or [], 0
+        self.plain = None
+        for size in self.group_cut():
+            yield list(enumerate(tensors[at : at + size], at))
+            at += size
 
     def iter_batches(self) -> Generator[list[tuple[int, torch.Tensor]]]:
         """One pass over a source with plain generators.

@@ -23,7 +23,7 @@ from aiosync.module_layout import (
     local_piece,
     opens_async,
 )
-from aiosync.module_walk import outline
+from aiosync.module_walk import are_plain, outline
 from aiosync.passes import each_alone, flattened
 from statemachines.errors import Validation
 
@@ -209,19 +209,41 @@ class ModuleSource(WeightSource):
         Contiguous plain tensors that need no cast; they are the module's own memory. Empty for a
         source with a session, and for a subclass that overrides what is yielded.
         """
-        overridden = any(
-            getattr(type(self), member) is not getattr(ModuleSource, member)
-            for member in ("metadata", "iter_full", "iter_groups")
-        )
-        if overridden or self.session is not None:
+        if not self._is_plain:
             return {}
         live = live_tensors(self.module)
-        keys, found = self._layout.keys, {}
-        for meta in self.metadata:
-            tensor = live.get(keys[meta.name])
-            if tensor is not None and is_resident(tensor, meta):
-                found[meta.name] = compact(tensor.detach())
-        return found
+        names, metadata = [meta.name for meta in self.metadata], self.metadata
+        tensors = [live.get(key) for key in self._layout.keys.values()]
+        return {
+            name: compact(tensor.detach())
+            for name, tensor, meta in zip(names, tensors, metadata, strict=True)
+            if tensor is not None and is_resident(tensor, meta)
+        }
+
+    def plain_tensors(self) -> list[torch.Tensor] | None:
+        """What a pass would yield, in metadata order: the parameters themselves, not detached.
+
+        None where a pass does more than that: casts, gathers, opens a session, is overridden,
+        or meets a tensor that is not contiguous memory.
+
+        Raises:
+            Validation: The module is not as announced.
+        """
+        if not self._is_plain or self.dtype is not None:
+            return None
+        layout, live = self._layout, live_tensors(self.module)
+        if not layout.outline.holds(live):
+            raise self._changed(live, layout)
+        tensors = list(map(live.__getitem__, layout.keys.values()))
+        return tensors if are_plain(tensors) else None
+
+    @property
+    def _is_plain(self) -> bool:
+        overridden = any(
+            getattr(type(self), member) is not getattr(ModuleSource, member)
+            for member in ("metadata", "iter_full", "iter_groups", "groups")
+        )
+        return not overridden and self.session is None
 
     @cached_property
     def _layout(self) -> Layout:

@@ -15,6 +15,7 @@ from aiosync.module_layout import compact, is_dtensor
 from aiosync.module_walk import PLAIN_TYPES, named_members
 from aiosync.overlaps import check_disjoint, overlaps_itself, span_of
 from aiosync.places import Places, region_of
+from transports.plain_memory import addresses_of, blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,28 +35,59 @@ class Destinations(NamedTuple):
     """Announced tensors this model does not have."""
 
 
-class Writes(Sequence[Sequence[torch.Tensor]]):
-    """A list of tensors for each position, nearly all of length one, which are kept as they are.
+class Names:
+    """A list of names for each position, nearly all of length one, which are kept as they are.
 
     A list object for each would be as much again for the garbage collector to walk.
+
+    Attributes:
+        more: The lists of other lengths, by position.
     """
 
-    __slots__ = ("_more", "_single")
+    __slots__ = ("more", "single")
 
-    def __init__(self, groups: Iterable[list[torch.Tensor]]) -> None:
-        self._single: list[torch.Tensor | None] = []
-        self._more: dict[int, list[torch.Tensor]] = {}
+    def __init__(self, groups: Iterable[list[str]]) -> None:
+        self.single: list[str] = []
+        self.more: dict[int, list[str]] = {}
         for index, group in enumerate(groups):
             if len(group) != 1:
-                self._more[index] = group
-            self._single.append(group[0] if len(group) == 1 else None)
+                self.more[index] = group
+            self.single.append(group[0] if len(group) == 1 else "")
+
+    def all(self) -> Iterable[str]:
+        """Every name once."""
+        yield from (n for i, n in enumerate(self.single) if i not in self.more)
+        for group in self.more.values():
+            yield from group
+
+
+class Writes(Sequence[Sequence[torch.Tensor]]):
+    """The tensors of `Names`, made ready for writing when they are asked for.
+
+    Attributes:
+        device: Where all of them are, if each position has one, and that one is plain, contiguous
+            and not made in inference mode: then `plain` has them as they are. Else None.
+    """
+
+    __slots__ = ("_more", "_single", "device")
+
+    def __init__(
+        self, names: Names, tensors: Mapping[str, torch.Tensor], device: torch.device | None
+    ) -> None:
+        self._single: list[Any] = list(map(tensors.get, names.single))
+        self._more = {i: [tensors[name] for name in group] for i, group in names.more.items()}
+        self.device = device
 
     def __len__(self) -> int:
         return len(self._single)
 
     def __getitem__(self, index: Any) -> Any:
-        single = self._single[index]
-        return self._more[index] if single is None else (single,)
+        more = self._more.get(index)
+        return tuple(map(writable, (self._single[index],) if more is None else more))
+
+    def plain(self, first: int, end: int) -> list[torch.Tensor]:
+        """Tensors from position `first` up to `end`; they may require gradients."""
+        return self._single[first:end]
 
 
 class Model(NamedTuple):
@@ -86,7 +118,7 @@ def model_tensors(model: Any) -> Model:
 
 
 class _Match(NamedTuple):
-    names: list[list[str]]
+    names: Names
     """For each announced tensor, the names here that get it; tied ones under the first only."""
     ties: list[tuple[int, int]]
     left_out: list[str]
@@ -99,13 +131,13 @@ class Matcher:
     It keeps names and addresses, never tensors: memory that the model gives up is free at once.
     """
 
-    __slots__ = ("_compact", "_key", "_match", "_places")
+    __slots__ = ("_device", "_key", "_match", "_places")
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._places: Places | None = None
-        self._compact: set[str] = set()  # names whose tensors `writable` takes as they are
-        self._match = _Match([], [], [], 0)
+        self._device: torch.device | None = None  # see `Writes`
+        self._match = _Match(Names([]), [], [], 0)
 
     def find(
         self, model: Any, metadata: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool
@@ -131,22 +163,22 @@ class Matcher:
             regions = {name: region_of(tensor) for name, tensor in tensors.items()}
             self._match = _matched(found, regions, metadata, aliases, partial=partial)
             self._key, self._places = key, Places(tensors)
-            written = (name for group in self._match.names for name in group)
-            self._compact = {name for name in written if _is_compact(tensors[name])}
+            self._device = _common_device(self._match.names, tensors)
         names, ties, left_out, skipped = self._match
-        plain = self._compact
-        writes = Writes(
-            [tensors[n].detach() if n in plain else writable(tensors[n]) for n in group]
-            for group in names
-        )
-        return Destinations(writes, ties, left_out, skipped)
+        return Destinations(Writes(names, tensors, self._device), ties, left_out, skipped)
 
 
-def _is_compact(tensor: torch.Tensor) -> bool:
-    """Whether `writable` has nothing to do but to detach, while the strides are the same."""
-    if type(tensor) not in PLAIN_TYPES:
-        return False
-    return not tensor.is_contiguous() or compact(tensor).stride() == tensor.stride()
+def _common_device(names: Names, tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
+    written = [tensors[name] for name in names.all()]
+    devices = {tensor.device for tensor in written}
+    plain = not names.more and all(
+        type(t) in PLAIN_TYPES
+        and t.is_contiguous()
+        and not t.is_inference()
+        and compact(t).stride() == t.stride()
+        for t in written
+    )
+    return devices.pop() if plain and len(devices) == 1 else None
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,7 +238,7 @@ def _matched(
                 ties.append((first, index))
     check_disjoint([span_of(name, model.tensors[name]) for _, name in firsts.values()])
     writers = [[n for n in names if firsts[regions[n]][1] == n] for names in named]
-    return _Match(writers, ties, left_out, sum(not names for names in named))
+    return _Match(Names(writers), ties, left_out, sum(not names for names in named))
 
 
 def check_coverage(
@@ -293,3 +325,20 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             torch._foreach_copy_(into, out_of)
     for device in {key[1] for key in batches if key[1].type == "cuda"}:
         torch.cuda.synchronize(device)
+
+
+def write_plain(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """`write` for targets that are `Writes.plain`, and sources of the same dtypes and shapes."""
+    nbytes = [tensor.nbytes for tensor in targets]
+    into, out_of = addresses_of(targets, nbytes), addresses_of(sources, nbytes)
+    if into is None or out_of is None:
+        write(zip(targets, sources, strict=True))
+        return
+    for _ in blocks(into, out_of, nbytes):
+        pass
+    note_written(targets)
+
+
+def note_written(tensors: list[torch.Tensor]) -> None:
+    """Have autograd know that these changed: what writes to addresses does not tell it."""
+    torch.autograd.graph.increment_version(tensors)

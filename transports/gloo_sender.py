@@ -28,6 +28,8 @@ class GlooSender(Half):
         digest: How what arrives is verified (`transports.digest`); None only counts.
     """
 
+    takes_parameters = True
+
     _plan: Plan
     _word: bytes
     _at = 0  # the section that is being filled
