@@ -88,7 +88,9 @@ class SourceSide:
         return self._plan[1]
 
     async def retire(self, *, seconds: float) -> None:
-        """The round is over: an iterator that no pass has begun is closed, too."""
+        """The round is over: nothing of it is held, an iterator no pass has begun is closed."""
+        if isinstance(self.source, ModuleSource):
+            self.source.forget_tensors()
         if not isinstance(self.source, IteratorSource):
             return
         left = self.source.unclaim()
