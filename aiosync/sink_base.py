@@ -260,7 +260,7 @@ class Sink(ABC):
         """Find out how `model` is written; one of the wrong kind is told now."""
         if callable(getattr(model, "load_weights", None)):
             self._loader = model.load_weights
-        else:
+        elif not isinstance(model, torch.nn.Module):
             model_tensors(model)
 
     def _find(

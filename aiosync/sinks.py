@@ -59,12 +59,18 @@ class StagedSink(Sink):
         self._arena.release()
 
     def _prepare(self, metadata: list[ParamMeta], found: Destinations) -> None:
+        if isinstance(found.writes, Writes) and found.writes.are_single:
+            self._keep(metadata, range(len(metadata)))
+            return
         tied = {later for _, later in found.ties}
         kept = [
             index
             for index, targets in enumerate(found.writes)
             if targets or index in tied or self._loader is not None
         ]
+        self._keep(metadata, kept)
+
+    def _keep(self, metadata: list[ParamMeta], kept: Sequence[int]) -> None:
         self._views = self._arena.views([metadata[index] for index in kept])
         self._staged = dict(zip(kept, self._views, strict=True))
         self._has_all = len(kept) == len(metadata)

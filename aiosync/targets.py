@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 from aiosync.errors import Coverage, Validation
 from aiosync.metadata import dtype_name, first_few
 from aiosync.module_layout import compact, is_dtensor
-from aiosync.module_walk import PLAIN_TYPES, named_members
-from aiosync.overlaps import check_disjoint, overlaps_itself, span_of
+from aiosync.module_walk import DEVICE, DTYPE, SHAPE, are_plain, named_members, same
+from aiosync.overlaps import check_disjoint, lie_apart, overlaps_itself, span_of
 from aiosync.places import Places, region_of
 from transports.plain_memory import addresses_of, blocks
 
@@ -54,6 +54,13 @@ class Names:
                 self.more[index] = group
             self.single.append(group[0] if len(group) == 1 else "")
 
+    @classmethod
+    def of(cls, names: list[str]) -> Names:
+        """One name for each position."""
+        made = cls(())
+        made.single = names
+        return made
+
     def all(self) -> Iterable[str]:
         """Every name once."""
         yield from (n for i, n in enumerate(self.single) if i not in self.more)
@@ -70,6 +77,11 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
     """
 
     __slots__ = ("_more", "_single", "device")
+
+    @property
+    def are_single(self) -> bool:
+        """Whether each position has exactly one."""
+        return not self._more
 
     def __init__(
         self, names: Names, tensors: Mapping[str, torch.Tensor], device: torch.device | None
@@ -160,8 +172,7 @@ class Matcher:
         key = (metadata, dict(aliases), partial, found.required)
         if key != self._key or self._places is None or not self._places.hold(tensors):
             self._places = None
-            regions = {name: region_of(tensor) for name, tensor in tensors.items()}
-            self._match = _matched(found, regions, metadata, aliases, partial=partial)
+            self._match = _matched(found, metadata, aliases, partial=partial)
             self._key, self._places = key, Places(tensors)
             self._device = _common_device(self._match.names, tensors)
         names, ties, left_out, skipped = self._match
@@ -169,16 +180,11 @@ class Matcher:
 
 
 def _common_device(names: Names, tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
-    written = [tensors[name] for name in names.all()]
-    devices = {tensor.device for tensor in written}
-    plain = not names.more and all(
-        type(t) in PLAIN_TYPES
-        and t.is_contiguous()
-        and not t.is_inference()
-        and compact(t).stride() == t.stride()
-        for t in written
-    )
-    return devices.pop() if plain and len(devices) == 1 else None
+    written = list(map(tensors.__getitem__, names.all()))
+    devices = set(map(DEVICE, written))
+    if names.more or len(devices) != 1 or not are_plain(written):
+        return None
+    return None if any(map(torch.Tensor.is_inference, written)) else devices.pop()
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,13 +219,12 @@ def wanted_names(model: Any, further: dict[str, list[str]]) -> dict[str, list[st
 
 
 def _matched(
-    model: Model,
-    regions: Mapping[str, tuple[Any, ...]],
-    metadata: Sequence[ParamMeta],
-    aliases: Mapping[str, str],
-    *,
-    partial: bool,
+    model: Model, metadata: Sequence[ParamMeta], aliases: Mapping[str, str], *, partial: bool
 ) -> _Match:
+    plainly = _matched_plainly(model, metadata, aliases)
+    if plainly is not None:
+        return plainly
+    regions = {name: region_of(tensor) for name, tensor in model.tensors.items()}
     further = further_names(metadata, aliases)
     named = [
         [name for name in (meta.name, *further.get(meta.name, ())) if name in model.tensors]
@@ -239,6 +244,34 @@ def _matched(
     check_disjoint([span_of(name, model.tensors[name]) for _, name in firsts.values()])
     writers = [[n for n in names if firsts[regions[n]][1] == n] for names in named]
     return _Match(Names(writers), ties, left_out, sum(not names for names in named))
+
+
+def _matched_plainly(
+    model: Model, metadata: Sequence[ParamMeta], aliases: Mapping[str, str]
+) -> _Match | None:
+    """The match of a model all of whose tensors are plain and apart, each announced under its name.
+
+    Without an object for each of many thousands of tensors; None where anything is less simple.
+    """
+    names, live = [meta.name for meta in metadata], list(model.tensors.values())
+    announced = set(names)
+    simple = (
+        announced.issuperset(aliases)
+        and model.tensors.keys() >= announced >= set(model.required)
+        and len(set(map(id, live))) == len(live)
+        and are_plain(live)
+        and len(set(map(DEVICE, live))) == 1
+        and lie_apart(live)
+    )
+    if not simple:
+        return None
+    tensors = list(map(model.tensors.__getitem__, names))
+    if not same([meta.dtype for meta in metadata], map(DTYPE, tensors)):
+        return None
+    if not same([meta.shape for meta in metadata], map(SHAPE, tensors)):
+        return None
+    left_out = [name for name in model.tensors if name not in announced]
+    return _Match(Names.of(names), [], left_out, 0)
 
 
 def check_coverage(

@@ -18,7 +18,7 @@ from aiosync.config import WeightTransferUpdateInfo
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import ProtocolMismatch, Validation
 from aiosync.memory_plan import summarise
-from aiosync.metadata import from_wire, meta_nbytes, metadata_digest, to_wire
+from aiosync.metadata import from_wire, metadata_digest, sizes_of, to_wire
 from aiosync.source_pass import SourcePass
 from aiosync.streaming import stream_in, stream_out
 from aiosync.trainer import TrainerWeightTransferEngine
@@ -79,7 +79,7 @@ class StreamUpdateInfo(
 def plan_of(metadata: Sequence[ParamMeta], limit: int) -> Plan:
     """The chunk plan both sides make from the same metadata and buffer size."""
     return plan_chunks(
-        [meta_nbytes(meta) for meta in metadata],
+        sizes_of(metadata),
         [meta.dtype.itemsize for meta in metadata],
         limit=limit,
         rule=ALIGNED,
