@@ -32,6 +32,8 @@ class SourceSide:
         self._lane: LaneLike | None = None
         self._feed: tuple[Any, SourceFeed] | None = None
         self._plan: tuple[SourceFeed, Plan] | None = None
+        self.agreed: SourceFeed | None = None
+        """What all trainer ranks were last found to agree on."""
 
     @property
     def lane(self) -> LaneLike:

@@ -263,9 +263,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         receiver = self.receiver
         assert receiver is not None  # the machine is initialised
         self._bytes_before = receiver.progress.nbytes
-        metadata, plan = await self.lane.run(self._check_announced, update_info)
-        if isinstance(getattr(self.config, "sink", "staged"), str):
-            await self.lane.run(self.know_sink)  # not on the loop: it walks the whole model
+        metadata, plan = await self.lane.run(self._get_ready, update_info)
         sink = self.sink
         aliases = update_info.aliases
         await stream_in(
@@ -278,6 +276,12 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
             lane=self.lane,
             prepare=lambda: sink.begin(metadata, aliases=aliases),
         )
+
+    def _get_ready(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
+        checked = self._check_announced(info)
+        if isinstance(getattr(self.config, "sink", "staged"), str):
+            self.know_sink()  # not on the loop: it may walk the whole model
+        return checked
 
     def _check_announced(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
         known = self._known
