@@ -126,7 +126,7 @@ class CopyQueue:
         """
         digest = self.digest
         hashed = None if digest is None or digest.by_piece else digest.update_at
-        for address, size in blocks(targets, sources, nbytes):
+        for address, _, size in blocks(targets, sources, nbytes):
             if hashed is not None:
                 hashed(address, size)
             self.copied += size

@@ -65,18 +65,18 @@ def spans(
 
 def blocks(
     targets: Sequence[int], sources: Sequence[int], nbytes: Sequence[int]
-) -> Iterator[tuple[int, int]]:
-    """Make these copies a block at a time, without the GIL; yields what has been written."""
+) -> Iterator[tuple[int, int, int]]:
+    """Make these copies a block at a time, without the GIL; yields each (to, from, how much)."""
     move = ctypes.memmove
     for target, source, length in spans(targets, sources, nbytes):
         if length <= BLOCK_NBYTES:
             move(target, source, length)
-            yield target, length
+            yield target, source, length
             continue
         for start in range(0, length, BLOCK_NBYTES):
             size = min(BLOCK_NBYTES, length - start)
             move(target + start, source + start, size)
-            yield target + start, size
+            yield target + start, source + start, size
 
 
 def chars_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
