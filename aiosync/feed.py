@@ -41,8 +41,9 @@ class SourceFeed:
     thread that runs the source. `metadata`, `owned` (positions this rank yields) and `left_out`
     (names that the source says it does not send) stay valid for all passes.
 
-    Tensors are handed out detached and contiguous; the trainer's graph, gradients and version
-    counters are not touched. They are valid until the next batch is asked for.
+    Tensors are handed out detached, and contiguous unless they come from an async source; the
+    trainer's graph, gradients and version counters are not touched. They are valid until the next
+    batch is asked for.
 
     Raises:
         Validation: The metadata is impossible (see `validate_metadata`).
@@ -174,13 +175,14 @@ class SourceFeed:
     async def aiter_batches(self) -> AsyncGenerator[list[tuple[int, torch.Tensor]]]:
         """One pass over a source with async generators, in the calling task.
 
-        Close it (``aclose``) when leaving early. On cancellation the source's ``finally`` still
-        runs, for at most a second. Raises what `iter_batches` raises.
+        It runs on the loop and copies nothing: `feed_checker.settled` makes tensors contiguous
+        elsewhere. Close it (``aclose``) when leaving early. On cancellation the source's
+        ``finally`` still runs, for at most a second. Raises what `iter_batches` raises.
         """
         passed: Any = self._iterate()
         if not hasattr(passed, "__aiter__"):
             raise TypeError(f"{self._what} yields synchronously; use iter_batches")
-        passed, checker = aiter(passed), Checker(self)
+        passed, checker = aiter(passed), Checker(self, settles=False)
         async with passes.aclosing(passed, seconds=passes.CLOSE_SECONDS):
             while True:
                 try:

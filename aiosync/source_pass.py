@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from aiosync.feed_checker import settled
 from aiosync.passes import CLOSE_SECONDS, aclosing, closing
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class SourcePass:
         if self._sender is None or self._failed:
             return
         try:
+            if self.is_async:  # it came over the loop, where nothing is copied
+                batch = [(index, settled(tensor)) for index, tensor in batch]
             self._sender.write(batch)
         except Exception as error:
             self._failed = True

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = {"name", "variant", "payload", "ours", "raw", "unit", "ratio", "target"}
-RESULTS = {"ipc_cpu": 6, "gloo": 4, "control": 2, "loop_lag": 2, "metadata": 1, "events": 1}
+RESULTS = {"ipc_cpu": 7, "gloo": 4, "control": 2, "loop_lag": 2, "metadata": 1, "events": 1}
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
