@@ -15,7 +15,8 @@ from aiosync.module_layout import compact, is_dtensor
 from aiosync.module_walk import DEVICE, DTYPE, SHAPE, are_plain, named_members, same
 from aiosync.overlaps import check_disjoint, lie_apart, overlaps_itself, span_of
 from aiosync.places import Places, region_of
-from transports.plain_memory import addresses_of, blocks
+from transports.copy_team import copy_together
+from transports.plain_memory import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -367,8 +368,7 @@ def write_plain(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Non
     if into is None or out_of is None:
         write(zip(targets, sources, strict=True))
         return
-    for _ in blocks(into, out_of, nbytes):
-        pass
+    copy_together(into, out_of, nbytes)
     note_written(targets)
 
 

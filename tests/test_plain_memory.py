@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
+from transports.copy_team import LEAST_NBYTES, copy_together
 from transports.plain_memory import BLOCK_NBYTES, addresses_of, blocks, bytes_at, spans
 
 
@@ -90,3 +93,33 @@ def test_bytes_at_an_address_are_the_tensors_own():
     raw[4] = 9
     assert tensor.tolist() == [0, 9, 2, 3]
     assert bytes_at(0, 0).numel() == 0
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 64])
+@pytest.mark.parametrize("apart", [0, 1], ids=["side by side", "apart"])
+def test_several_cores_copy_what_one_does(monkeypatch, cores, apart):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    sizes = (LEAST_NBYTES // 2 + 13, 0, 5, LEAST_NBYTES // 2, 7)
+    sources, targets = pieces(*sizes), pieces(*sizes, apart=apart)
+    noted = []
+    copy_together(addresses(targets), addresses(sources), sizes, note=noted.append)
+    assert sum(noted) == sum(sizes)
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(source, target)
+
+
+def test_helpers_have_ended_when_a_copy_is_given_up(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+    sources, targets = pieces(LEAST_NBYTES), pieces(LEAST_NBYTES)
+
+    def give_up(_):
+        raise RuntimeError("told to stop")
+
+    with pytest.raises(RuntimeError, match="told to stop"):
+        copy_together(addresses(targets), addresses(sources), (LEAST_NBYTES,), note=give_up)
+    assert not [thread for thread in threading.enumerate() if thread.name == "copy"]
+
+
+def test_nothing_to_copy_is_fine():
+    copy_together([], [], [])
+    copy_together([1], [2], [0])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from transports.copy_team import copy_together
 from transports.piece_digest import PieceDigest
 from transports.plain_memory import blocks, bytes_at
 
@@ -118,22 +119,38 @@ class CopyQueue:
         self.copied = 0
         self.digest = None if digest is None else PieceDigest(digest)
 
-    def move(self, targets: Sequence[int], sources: Sequence[int], nbytes: Sequence[int]) -> None:
+    def move(
+        self,
+        targets: Sequence[int],
+        sources: Sequence[int],
+        nbytes: Sequence[int],
+        *,
+        alone: bool = False,
+    ) -> None:
         """Copy from addresses to addresses; the callers hold what lies there.
+
+        Args:
+            alone: The other side has nothing to copy meanwhile: its core may help.
 
         Raises:
             TransportAborted: The waker was woken.
         """
         digest = self.digest
+        if alone and digest is None:
+            copy_together(targets, sources, nbytes, note=self._count)
+            return
         hashed = None if digest is None or digest.by_piece else digest.update_at
         for address, _, size in blocks(targets, sources, nbytes):
             if hashed is not None:
                 hashed(address, size)
-            self.copied += size
-            if self.copied - self._noted >= _CHECK_NBYTES:
-                self.note()
+            self._count(size)
         if digest is not None and hashed is None:
             self.hash(targets, nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        self.copied += nbytes
+        if self.copied - self._noted >= _CHECK_NBYTES:
+            self.note()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, address: int) -> None:
         """Copy one tensor of any strides; what was written lies at `address`."""

@@ -168,7 +168,7 @@ class ShmReceiver:
         found = addresses_of(targets, chunk.wholes)
         if found is not None:
             found[0] += chunk.start(0)
-            queue.move(found, chunk.addresses, chunk.nbytes)
+            queue.move(found, chunk.addresses, chunk.nbytes, alone=not chunk.copied)
             return
         for at, target in enumerate(targets):
             whole = chunk.wholes[at]
