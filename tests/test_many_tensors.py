@@ -16,7 +16,7 @@ from aiosync.errors import AiosyncError, Coverage, Validation
 from aiosync.feed import SourceFeed
 from aiosync.metadata import Validated
 from aiosync.module_walk import named_members, outline
-from aiosync.sinks import make_sink
+from aiosync.sinks import StagedSink, make_sink
 from aiosync.sources import ModuleSource
 from transports.shared_memory import ShmReceiver, ShmSender
 from transports.sharing import share_tensors
@@ -203,6 +203,20 @@ def test_many_destinations_are_those_one_by_one():
             many.landed(indices)
         with pytest.raises(Validation, match="no tensor"):
             many.destinations([*indices[2:], len(indices)])
+
+
+def test_a_sink_that_hands_out_its_own_destinations_is_asked_for_each():
+    asked = []
+
+    class Own(StagedSink):
+        def destination(self, index):
+            asked.append(index)
+            return super().destination(index)
+
+    sink = Own(nn.Linear(2, 2))
+    sink.begin(SourceFeed(ModuleSource(nn.Linear(2, 2))).metadata)
+    sink.destinations([0, 1])
+    assert asked == [0, 1]
 
 
 def one_round(sender, receiver, plan, feed, sink, *, number):

@@ -34,7 +34,7 @@ def copy_together(
             all of them stop before this does.
     """
     total = sum(nbytes)
-    helpers = min(_MOST, len(os.sched_getaffinity(0))) - 1 if total >= LEAST_NBYTES else 0
+    helpers = min(_MOST, _cores()) - 1 if total >= LEAST_NBYTES else 0
     shares = _shares(list(spans(targets, sources, nbytes)), total, helpers + 1)
     stop = threading.Event()
 
@@ -62,6 +62,12 @@ def copy_together(
         for thread in threads:
             thread.join()
     note(sum(size for share in shares[1:] for _, _, size in share))
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _shares(
