@@ -272,23 +272,22 @@ def validate_metadata(metadata: Iterable[Any]) -> list[ParamMeta]:
     return metas
 
 
-def sizes_of(metadata: Iterable[ParamMeta]) -> list[int]:
-    """`meta_nbytes` of each; models have few shapes, and each is looked at once.
+def sizes_of(metadata: Sequence[ParamMeta]) -> list[int]:
+    """`meta_nbytes` of each; each shape object is looked at once a dtype.
 
     Raises:
         Validation: As `meta_nbytes`.
     """
-    known: dict[tuple[Any, ...], int] = {}
+    # By identity: `True` is equal to 1, but no dimension. The metadata keeps the shapes alive.
+    tables: dict[torch.dtype, dict[int, int]] = {}
     sizes: list[int] = []
     for meta in metadata:
-        shape, itemsize = meta.shape, meta.dtype.itemsize
-        try:
-            nbytes = known.get((shape, itemsize))
-        except TypeError:  # something in it that cannot be hashed, so no int
-            nbytes = None
-        # True is equal to 1: what was found for one shape must not stand for the other.
-        if nbytes is None or bool in map(type, shape):
-            nbytes = known[shape, itemsize] = meta_nbytes(meta)
+        table = tables.get(meta.dtype)
+        if table is None:
+            table = tables[meta.dtype] = {}
+        nbytes = table.get(id(meta.shape))
+        if nbytes is None:
+            nbytes = table[id(meta.shape)] = meta_nbytes(meta)
         sizes.append(nbytes)
     return sizes
 
