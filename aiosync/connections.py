@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = "http://host:port, http://[::1]:port or unix:///path/to.sock"
 _OK = 200
+_REUSE_S = 1.0  # a connection that was idle for longer is not used again
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -80,7 +81,7 @@ class _Scope:
 
 @final
 class Connections:
-    """Makes requests, each over a connection of its own.
+    """Makes requests, over connections that are kept from one call to the next at most.
 
     The aiohttp session lives as long as somebody uses it, per event loop; what travels by pickle
     is the endpoint and the way to the token.
@@ -142,13 +143,14 @@ class Connections:
                 raise Validation(f"the aiohttp session given for {self.endpoint.name} is closed")
             return _Scope(self._given, owned=False, token=token)
         path = self.endpoint.socket_path
-        # No limit: in a fleet every call may have to be open before the first can end. No reuse:
-        # a kept connection that the server is just closing looks like a lost peer, and a POST
-        # may not be sent twice to find out.
+        # No limit: in a fleet every call may have to be open before the first can end. Reused only
+        # at once: a connection that the server is just closing for its idleness looks like a lost
+        # peer, and aiohttp sends no POST twice to find out. Nobody closes one so early.
+        options: dict[str, Any] = {"limit": 0, "keepalive_timeout": _REUSE_S}
         connector = (
-            aiohttp.TCPConnector(limit=0, force_close=True)
+            aiohttp.TCPConnector(**options)
             if path is None
-            else aiohttp.UnixConnector(path=path, limit=0, force_close=True)
+            else aiohttp.UnixConnector(path=path, **options)
         )
         session = aiohttp.ClientSession(
             connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False

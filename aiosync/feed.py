@@ -27,7 +27,7 @@ from aiosync.sources import WeightSource
 from statemachines.errors import Validation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator
+    from collections.abc import AsyncGenerator, Callable, Generator
 
     from aiosync.metadata import ParamMeta
 
@@ -41,8 +41,9 @@ class SourceFeed:
     thread that runs the source. `metadata`, `owned` (positions this rank yields) and `left_out`
     (names that the source says it does not send) stay valid for all passes.
 
-    Tensors are handed out detached and contiguous; the trainer's graph, gradients and version
-    counters are not touched. They are valid until the next batch is asked for.
+    Tensors are handed out detached, and contiguous unless they come from an async source; the
+    trainer's graph, gradients and version counters are not touched. They are valid until the next
+    batch is asked for.
 
     Raises:
         Validation: The metadata is impossible (see `validate_metadata`).
@@ -67,6 +68,8 @@ class SourceFeed:
         self.left_out = [str(name) for name in getattr(source, "left_out", None) or ()]
         self.owned: list[int] = self._owned()
         self._grouped = _by_groups(type(source))
+        self.plain: list[torch.Tensor] | None = None
+        """What the next pass yields, while `look` knows it."""
 
     def announces(self, metadata: Iterable[ParamMeta]) -> bool:
         """Whether `metadata` is what this feed was made from; a list may change in place."""
@@ -124,6 +127,26 @@ class SourceFeed:
             at += size
         return counts
 
+    def look(self) -> None:
+        """Find out, on the thread that runs the source, whether a pass is but a walk.
+
+        Then `plain` has its tensors: parameters as they are, announced as they are, perhaps
+        requiring gradients. Otherwise it is None.
+        """
+        look: Callable[[], list[torch.Tensor] | None] | None
+        look = getattr(self.source, "plain_tensors", None)
+        self.plain = None
+        if look is not None and self.announces(self.source.metadata):
+            self.plain = look()
+
+    def iter_plain(self) -> Generator[list[tuple[int, torch.Tensor]]]:
+        """The pass that `look` found, a layer group at a time."""
+        tensors, at = self.plain or [], 0
+        self.plain = None
+        for size in self.group_cut():
+            yield list(enumerate(tensors[at : at + size], at))
+            at += size
+
     def iter_batches(self) -> Generator[list[tuple[int, torch.Tensor]]]:
         """One pass over a source with plain generators.
 
@@ -152,13 +175,14 @@ class SourceFeed:
     async def aiter_batches(self) -> AsyncGenerator[list[tuple[int, torch.Tensor]]]:
         """One pass over a source with async generators, in the calling task.
 
-        Close it (``aclose``) when leaving early. On cancellation the source's ``finally`` still
-        runs, for at most a second. Raises what `iter_batches` raises.
+        It runs on the loop and copies nothing: `feed_checker.settled` makes tensors contiguous
+        elsewhere. Close it (``aclose``) when leaving early. On cancellation the source's
+        ``finally`` still runs, for at most a second. Raises what `iter_batches` raises.
         """
         passed: Any = self._iterate()
         if not hasattr(passed, "__aiter__"):
             raise TypeError(f"{self._what} yields synchronously; use iter_batches")
-        passed, checker = aiter(passed), Checker(self)
+        passed, checker = aiter(passed), Checker(self, settles=False)
         async with passes.aclosing(passed, seconds=passes.CLOSE_SECONDS):
             while True:
                 try:

@@ -23,12 +23,17 @@ _NEGATED, _CONJUGATED = torch.Tensor.is_neg, torch.Tensor.is_conj
 
 
 class Checker:
-    """Walks the owned metadata beside one pass."""
+    """Walks the owned metadata beside one pass.
 
-    __slots__ = ("_feed", "_metadata", "_next", "_owned", "_positions")
+    Args:
+        settles: Hand tensors out settled, which may copy them; else only detached.
+    """
 
-    def __init__(self, feed: SourceFeed) -> None:
+    __slots__ = ("_feed", "_metadata", "_next", "_owned", "_positions", "_settles")
+
+    def __init__(self, feed: SourceFeed, *, settles: bool = True) -> None:
         self._feed = feed
+        self._settles = settles
         self._metadata: Sequence[ParamMeta] = feed.metadata
         self._owned: Sequence[int] = feed.owned
         self._positions: dict[str, int] = {}  # of names already seen
@@ -79,7 +84,8 @@ class Checker:
             raise Validation(f"{name} (position {at}): {problem}", tensor=name)
         self._positions[name] = at
         self._next = at + 1
-        return index, compact(tensor.detach().resolve_conj().resolve_neg())
+        tensor = tensor.detach()
+        return index, settled(tensor) if self._settles else tensor
 
     def finish(self) -> None:
         if self._next < len(self._owned):
@@ -104,6 +110,11 @@ class Checker:
             elif all(self._metadata[i].name != name for i in self._owned):
                 text += f", which rank {self._feed.rank} does not own"
         return Validation(text, tensor=name)
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as plain contiguous bytes; copies only what is not."""
+    return compact(tensor.resolve_conj().resolve_neg())
 
 
 def _mismatch(meta: ParamMeta, tensor: Any) -> str | None:

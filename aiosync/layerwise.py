@@ -96,7 +96,7 @@ class LayerwiseSink(Sink):
         self._partial = partial
         if self.process is not None and self._loader is None:
             self._further = further_names(metas, aliases)
-            return Destinations([[] for _ in metas], [], [], 0)  # judged as it comes out
+            return Destinations([()] * len(metas), [], [], 0)  # judged as it comes out
         found = super()._find(metas, aliases, partial=partial)
         # Tied names are compared as they are written: nothing is kept for the end.
         return found._replace(ties=[])

@@ -44,7 +44,7 @@ class Shard:
 Placement: TypeAlias = Replicate | Shard
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ParamMeta:
     """One parameter as it travels.
 
@@ -257,19 +257,39 @@ def validate_metadata(metadata: Iterable[Any]) -> list[ParamMeta]:
             a size is impossible. Names that differ in any byte are different names.
         TypeError: Something in it is no `ParamMeta`.
     """
-    metas = [_as_meta(value, position) for position, value in enumerate(metadata)]
+    metas = list(metadata)
+    if set(map(type, metas)) != {ParamMeta}:
+        metas = [_as_meta(value, position) for position, value in enumerate(metas)]
     if not metas:
         raise Validation("metadata announces no tensor")
-    seen: set[str] = set()
-    for position, meta in enumerate(metas):
-        _check_name(meta.name, position)
-        if meta.name in seen:
-            raise Validation(f"metadata[{position}] repeats {meta.name!r}", tensor=meta.name)
-        seen.add(meta.name)
-        if not is_sendable(meta.dtype):
-            raise Validation(f"{meta.name}: dtype {meta.dtype!r} cannot be sent", tensor=meta.name)
-        meta_nbytes(meta)
+    if not _are_sound([meta.name for meta in metas]):
+        _check_names(metas)
+    for dtype in {id(meta.dtype): meta.dtype for meta in metas}.values():
+        if not is_sendable(dtype):
+            name = next(meta.name for meta in metas if meta.dtype is dtype)
+            raise Validation(f"{name}: dtype {dtype!r} cannot be sent", tensor=name)
+    sizes_of(metas)
     return metas
+
+
+def sizes_of(metadata: Sequence[ParamMeta]) -> list[int]:
+    """`meta_nbytes` of each; each shape object is looked at once a dtype.
+
+    Raises:
+        Validation: As `meta_nbytes`.
+    """
+    # By identity: `True` is equal to 1, but no dimension. The metadata keeps the shapes alive.
+    tables: dict[torch.dtype, dict[int, int]] = {}
+    sizes: list[int] = []
+    for meta in metadata:
+        table = tables.get(meta.dtype)
+        if table is None:
+            table = tables[meta.dtype] = {}
+        nbytes = table.get(id(meta.shape))
+        if nbytes is None:
+            nbytes = table[id(meta.shape)] = meta_nbytes(meta)
+        sizes.append(nbytes)
+    return sizes
 
 
 class Validated:
@@ -288,6 +308,26 @@ class Validated:
             metas = validate_metadata(metas)
             self._last = metas.copy()
         return metas
+
+
+def _are_sound(names: list[Any]) -> bool:
+    """Whether all of them are different non-empty strings of valid Unicode."""
+    if set(map(type, names)) != {str} or "" in names or len(set(names)) != len(names):
+        return False
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_names(metas: Sequence[ParamMeta]) -> None:
+    seen: set[str] = set()
+    for position, meta in enumerate(metas):
+        _check_name(meta.name, position)
+        if meta.name in seen:
+            raise Validation(f"metadata[{position}] repeats {meta.name!r}", tensor=meta.name)
+        seen.add(meta.name)
 
 
 def _check_name(name: object, position: int) -> None:
@@ -328,11 +368,22 @@ def from_wire(
         lengths = f"{len(names)}, {len(dtype_names)}, {len(shapes)}"
         raise Validation(f"names, dtype_names and shapes differ in length: {lengths}")
     metas = []
-    for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
+    dtypes: dict[str, torch.dtype] = {}
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # one tuple for each shape
+    for name, dtype_text, shape in zip(names, dtype_names, shapes, strict=True):
         if not isinstance(shape, list | tuple):
             raise Validation(f"{name}: shape must be a list of ints, not {shape!r}")
         try:
-            metas.append(ParamMeta(name, parse_dtype(dtype), tuple(shape)))
+            dtype = dtypes.get(dtype_text)
+            if dtype is None:
+                dtype = dtypes[dtype_text] = parse_dtype(dtype_text)
         except Validation as error:
             raise error.locate(tensor=str(name))  # noqa: B904 -- the same error, now with its place
+        kept = tuple(shape)
+        if set(map(type, kept)) <= _INT_ONLY:
+            kept = known.setdefault(kept, kept)
+        metas.append(ParamMeta(name, dtype, kept))
     return validate_metadata(metas)
+
+
+_INT_ONLY = {int}

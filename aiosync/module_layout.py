@@ -20,7 +20,7 @@ from aiosync.metadata import (
     first_few,
     validate_metadata,
 )
-from aiosync.module_walk import PLAIN_TYPES, named_members, outline
+from aiosync.module_walk import DTYPE, PLAIN_TYPES, are_strided, named_members, outline
 from statemachines.errors import Validation
 
 if TYPE_CHECKING:
@@ -88,7 +88,14 @@ def lay_out(
         raise Validation(
             f"{type(module).__name__} has nothing to send; left out: {first_few(left_out)}"
         )
-    metas = [_describe(name, live[key], dtype) for name, key in keys.items()]
+    tensors = list(map(live.__getitem__, keys.values()))
+    if dtype is None and are_strided(tensors):
+        shapes = (tuple(tensor.shape) for tensor in tensors)
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # one tuple for each shape
+        shapes = (known.setdefault(shape, shape) for shape in shapes)
+        metas = list(map(ParamMeta, keys, map(DTYPE, tensors), shapes))
+    else:
+        metas = [_describe(name, live[key], dtype) for name, key in keys.items()]
     return Layout(validate_metadata(metas), keys, aliases, left_out, outline(live))
 
 
@@ -112,6 +119,8 @@ def _persistent(module: nn.Module, names: list[str]) -> list[str]:
 
 def _beside_their_layers(parameters: list[str], buffers: list[str]) -> list[str]:
     """Each buffer right after the last parameter it shares most leading segments with."""
+    if not buffers:
+        return parameters
     last = {
         name[:cut]: at
         for at, name in enumerate(parameters)

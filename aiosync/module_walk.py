@@ -48,13 +48,22 @@ def named_members(module: nn.Module) -> tuple[_Named, _Named]:
 
 def _collect(module: nn.Module, prefix: str, parameters: _Named, buffers: _Named) -> bool:
     """Add what is below `module`; False for a tree with a class that walks in its own way."""
+    known: type | None = None
     for name, child in module._modules.items():  # noqa: SLF001 -- torch has no quick public form
         if child is None:
             continue
-        if not _walks_plainly(type(child)):  # type: ignore[arg-type] # a class is hashable
-            return False
+        kind = type(child)
+        if kind is not known:  # neighbours are mostly of one class
+            if not _walks_plainly(kind):  # type: ignore[arg-type] # a class is hashable
+                return False
+            known = kind
         path = f"{prefix}{name}."
-        _add(child, path, parameters, buffers)
+        # As `_add`: with tens of thousands of modules a call for each shows.
+        for key, parameter in child._parameters.items():  # noqa: SLF001
+            if parameter is not None:
+                parameters[path + key] = parameter
+        if child._buffers:  # noqa: SLF001
+            _add_buffers(child, path, buffers)
         if child._modules and not _collect(child, path, parameters, buffers):  # noqa: SLF001
             return False
     return True
@@ -64,10 +73,13 @@ def _add(module: nn.Module, prefix: str, parameters: _Named, buffers: _Named) ->
     for name, parameter in module._parameters.items():  # noqa: SLF001
         if parameter is not None:
             parameters[prefix + name] = parameter
-    if module._buffers:  # noqa: SLF001
-        for name, buffer in module._buffers.items():  # noqa: SLF001
-            if buffer is not None:
-                buffers[prefix + name] = buffer
+    _add_buffers(module, prefix, buffers)
+
+
+def _add_buffers(module: nn.Module, prefix: str, buffers: _Named) -> None:
+    for name, buffer in module._buffers.items():  # noqa: SLF001
+        if buffer is not None:
+            buffers[prefix + name] = buffer
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,6 +93,16 @@ def are_strided(tensors: Sequence[torch.Tensor]) -> bool:
         PLAIN_TYPES.issuperset(map(type, tensors))
         and {torch.strided}.issuperset(map(LAYOUT, tensors))
         and not any(map(IS_META, tensors))
+    )
+
+
+def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are strided and contiguous, and no lazy view: their bytes are their values."""
+    return (
+        are_strided(tensors)
+        and all(map(torch.Tensor.is_contiguous, tensors))
+        and not any(map(torch.Tensor.is_neg, tensors))
+        and not any(map(torch.Tensor.is_conj, tensors))
     )
 
 

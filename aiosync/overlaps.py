@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from aiosync.errors import Validation
 from aiosync.metadata import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -22,6 +23,14 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
             return tensor.numel() > 0
         reach += stride * (size - 1)
     return False
+
+
+def lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether these contiguous tensors of one device share no byte; empty ones share none."""
+    starts = [tensor.data_ptr() for tensor in tensors]
+    sizes = [tensor.nbytes for tensor in tensors]
+    order = sorted((at for at, size in enumerate(sizes) if size), key=starts.__getitem__)
+    return all(starts[one] + sizes[one] <= starts[next_] for one, next_ in pairwise(order))
 
 
 class Span(NamedTuple):

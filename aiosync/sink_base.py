@@ -116,9 +116,26 @@ class Sink(ABC):
         if self._landed[self._known(index)]:
             name = self._metadata[index].name
             raise Coverage(f"{name} has landed: its destination is taken", tensor=name)
-        if index not in self._handed:
-            self._handed[index] = self._destination(index)
-        return self._handed[index]
+        handed = self._handed.get(index)
+        if handed is None or handed.requires_grad:
+            handed = self._handed[index] = self._destination(index)
+        return handed
+
+    def destinations(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """`destination` for many; they may require gradients, so write to them under no_grad."""
+        first, end = (indices[0], indices[-1] + 1) if indices else (0, 0)
+        if (
+            self._open
+            and type(self).destination is Sink.destination  # else each is asked for
+            and 0 <= first < end <= len(self._metadata)
+            and indices == list(range(first, end))
+            and True not in self._landed[first:end]
+        ):
+            found = self._neighbours(first, end)
+            if found is not None:
+                self._handed.update(zip(indices, found, strict=True))
+                return found
+        return [self.destination(index) for index in indices]
 
     def landed(self, indices: Iterable[int]) -> None:
         """These tensors are complete in their destinations.
@@ -128,6 +145,24 @@ class Sink(ABC):
         """
         self._check_open("landed")
         fresh = list(indices)
+        if not self._note_landed(fresh):
+            self._note_each(fresh)
+        self._take(fresh)
+
+    def _note_landed(self, fresh: list[int]) -> bool:
+        """All at once; False, with nothing done, where that is not as simple."""
+        first, end = (fresh[0], fresh[-1] + 1) if fresh else (0, 0)
+        simple = (
+            0 <= first < end <= len(self._metadata)
+            and fresh == list(range(first, end))
+            and True not in self._landed[first:end]
+            and self._handed.keys() >= set(fresh)
+        )
+        if simple:
+            self._landed[first:end] = [True] * len(fresh)
+        return simple
+
+    def _note_each(self, fresh: list[int]) -> None:
         for index in fresh:
             name = self._metadata[self._known(index)].name
             if self._landed[index]:
@@ -137,7 +172,6 @@ class Sink(ABC):
                     raise Coverage(f"{name} landed, but nobody asked where to put it", tensor=name)
                 self._handed[index] = self._destination(index)  # empty: no bytes to put anywhere
             self._landed[index] = True
-        self._take(fresh)
 
     def verify(self) -> None:
         """Everything announced has landed, and tied names agree.
@@ -146,10 +180,10 @@ class Sink(ABC):
             Coverage: Names the first tensor that is missing, or two tied names that differ.
         """
         self._check_open("verify")
-        missing = [
-            m.name for m, landed in zip(self._metadata, self._landed, strict=True) if not landed
-        ]
-        if missing:
+        if not all(self._landed):
+            missing = [
+                m.name for m, landed in zip(self._metadata, self._landed, strict=True) if not landed
+            ]
             raise Coverage(
                 f"{len(missing)} of {len(self._metadata)} tensors never landed: "
                 f"{first_few(missing)}",
@@ -211,6 +245,10 @@ class Sink(ABC):
     @abstractmethod
     def _destination(self, index: int) -> torch.Tensor: ...
 
+    def _neighbours(self, first: int, end: int) -> list[torch.Tensor] | None:
+        """Destinations `first` up to `end` in a quick way; None where there is none."""
+        return None
+
     @abstractmethod
     def _take(self, indices: list[int]) -> None:
         """Note what landed; whatever `_apply` or a tie still needs stays in `_handed`."""
@@ -223,7 +261,7 @@ class Sink(ABC):
         """Find out how `model` is written; one of the wrong kind is told now."""
         if callable(getattr(model, "load_weights", None)):
             self._loader = model.load_weights
-        else:
+        elif not isinstance(model, torch.nn.Module):
             model_tensors(model)
 
     def _find(
@@ -233,7 +271,7 @@ class Sink(ABC):
         if self._loader is None:
             return self._matcher.find(self.model, metas, aliases, partial=partial)
         self._further = wanted_names(self.model, self._further)
-        return Destinations([[] for _ in metas], [], [], 0)
+        return Destinations([()] * len(metas), [], [], 0)
 
     def _tear(self) -> None:
         """From here on the model may be a mix; called before each write, cheap but the first."""

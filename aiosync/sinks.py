@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from aiosync.config import SINKS
 from aiosync.crash_marker import CrashMarker
@@ -11,7 +11,7 @@ from aiosync.layerwise import LayerwiseSink
 from aiosync.metadata import meta_nbytes
 from aiosync.sink_base import Sink
 from aiosync.spare import Arena, needed_memory
-from aiosync.targets import model_tensors, write
+from aiosync.targets import Writes, model_tensors, note_written, write, write_plain
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
@@ -48,29 +48,43 @@ class StagedSink(Sink):
         super().__init__(model, device=device, after_load=after_load, marker=marker)
         self._arena = Arena(self.device)
         self._staged: dict[int, torch.Tensor] = {}
+        self._views: list[torch.Tensor] = []
+        self._has_all = False
 
     def memory(self, metadata: Sequence[ParamMeta]) -> int:
         return needed_memory(metadata)
 
     def release(self) -> None:
-        self._staged = {}
+        self._staged, self._views = {}, []
         self._arena.release()
 
     def _prepare(self, metadata: list[ParamMeta], found: Destinations) -> None:
+        if isinstance(found.writes, Writes) and found.writes.are_single:
+            self._keep(metadata, range(len(metadata)))
+            return
         tied = {later for _, later in found.ties}
         kept = [
             index
             for index, targets in enumerate(found.writes)
             if targets or index in tied or self._loader is not None
         ]
-        views = self._arena.views([metadata[index] for index in kept])
-        self._staged = dict(zip(kept, views, strict=True))
+        self._keep(metadata, kept)
+
+    def _keep(self, metadata: list[ParamMeta], kept: Sequence[int]) -> None:
+        self._views = self._arena.views([metadata[index] for index in kept])
+        self._staged = dict(zip(kept, self._views, strict=True))
+        self._has_all = len(kept) == len(metadata)
 
     def _destination(self, index: int) -> torch.Tensor:
         staged = self._staged.get(index)
         return self._scratch(index) if staged is None else staged
 
+    def _neighbours(self, first: int, end: int) -> list[torch.Tensor] | None:
+        return self._views[first:end] if self._has_all else None
+
     def _take(self, indices: list[int]) -> None:
+        if self._has_all:
+            return
         for index in indices:
             if index not in self._staged:
                 del self._handed[index]  # a name this model does not have
@@ -82,9 +96,14 @@ class StagedSink(Sink):
             finally:
                 self.release()
             return
+        writes = self._found.writes
+        if self._has_all and isinstance(writes, Writes) and writes.device is not None:
+            self._tear()
+            write_plain(writes.plain(0, len(writes)), self._views)
+            return
         copies = [
             (target, self._handed[index])
-            for index, targets in enumerate(self._found.writes)
+            for index, targets in enumerate(writes)
             for target in targets
         ]
         self._tear()
@@ -111,6 +130,9 @@ class InPlaceSink(Sink):
     def _prepare(self, metadata: list[ParamMeta], found: Destinations) -> None:
         del metadata
         self._tied = {index for pair in found.ties for index in pair}
+        writes = found.writes
+        plain = isinstance(writes, Writes) and writes.device == self.device and not self._tied
+        self._plain = cast("Writes", writes) if plain else None
 
     def _direct(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device and tensor.is_contiguous() and not tensor.is_inference()
@@ -122,14 +144,23 @@ class InPlaceSink(Sink):
         self._tear()  # from here on others may write to it at any time
         return targets[0]
 
+    def _neighbours(self, first: int, end: int) -> list[torch.Tensor] | None:
+        if self._plain is None:
+            return None
+        self._tear()
+        return self._plain.plain(first, end)
+
     def _take(self, indices: list[int]) -> None:
+        if self._plain is not None:
+            note_written([self._handed.pop(index) for index in indices])
+            return
         if self._loader is not None:
             self._load(self._pairs(indices))
         copies = [
             (target, self._handed[index])
             for index in indices
-            for target in self._found.writes[index]
-            if target is not self._handed[index]
+            for at, target in enumerate(self._found.writes[index])
+            if at or not self._direct(target)  # the first took it directly
         ]
         if copies:
             self._tear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from aiosync.feed_checker import settled
 from aiosync.passes import CLOSE_SECONDS, aclosing, closing
 
 if TYPE_CHECKING:
@@ -38,6 +39,12 @@ class SourcePass:
     def is_async(self) -> bool:
         return self._feed.is_async
 
+    def prepare(self) -> None:
+        """Look ahead where that costs nobody anything; on the source lane, before the senders."""
+        # With other ranks even a complaint about the module has its turn.
+        if self._ranks.size == 1 and getattr(self._sender, "takes_parameters", False):
+            self._feed.look()
+
     def abort(self) -> None:
         """End the pass at the next boundary, a blocked send at once. From any thread."""
         self._ranks.stop()
@@ -50,7 +57,9 @@ class SourcePass:
         Raises:
             The source's own exception, the sender's, or what the ranks agreed to stop for.
         """
-        with closing(self._feed.iter_batches()) as batches:
+        feed = self._feed
+        passing = feed.iter_batches() if feed.plain is None else feed.iter_plain()
+        with closing(passing) as batches:
             due = 0  # below zero: a batch reached into the next group
             for number, count in enumerate(self._counts):
                 self._ranks.meet(f"group {number}")
@@ -83,6 +92,8 @@ class SourcePass:
         if self._sender is None or self._failed:
             return
         try:
+            if self.is_async:  # it came over the loop, where nothing is copied
+                batch = [(index, settled(tensor)) for index, tensor in batch]
             self._sender.write(batch)
         except Exception as error:
             self._failed = True

@@ -32,6 +32,8 @@ class SourceSide:
         self._lane: LaneLike | None = None
         self._feed: tuple[Any, SourceFeed] | None = None
         self._plan: tuple[SourceFeed, Plan] | None = None
+        self.agreed: SourceFeed | None = None
+        """What all trainer ranks were last found to agree on."""
 
     @property
     def lane(self) -> LaneLike:
@@ -88,7 +90,9 @@ class SourceSide:
         return self._plan[1]
 
     async def retire(self, *, seconds: float) -> None:
-        """The round is over: an iterator that no pass has begun is closed, too."""
+        """The round is over: nothing of it is held, an iterator no pass has begun is closed."""
+        if isinstance(self.source, ModuleSource):
+            self.source.forget_tensors()
         if not isinstance(self.source, IteratorSource):
             return
         left = self.source.unclaim()

@@ -23,7 +23,7 @@ from aiosync.module_layout import (
     local_piece,
     opens_async,
 )
-from aiosync.module_walk import outline
+from aiosync.module_walk import DTYPE, SHAPE, are_plain, outline, same
 from aiosync.passes import each_alone, flattened
 from statemachines.errors import Validation
 
@@ -167,6 +167,7 @@ class ModuleSource(WeightSource):
         self.run_in = run_in
         self.buffers = buffers
         self.is_async = opens_async(session)
+        self._seen: dict[str, torch.Tensor] | None = None
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
@@ -188,11 +189,19 @@ class ModuleSource(WeightSource):
         Called before each round. With a session the module is looked at only inside of it: there
         a pass over a changed module raises `Validation`, and the round after that one sends it.
         """
+        self._seen = None
         known = self.__dict__.get("_layout")
         if known is None or self.session is not None:
             return
-        if not known.outline.holds(live_tensors(self.module)):
+        live = live_tensors(self.module)
+        if known.outline.holds(live):
+            self._seen = live
+        else:
             self._forget()
+
+    def forget_tensors(self) -> None:
+        """Let go of what `notice_changes` has seen: the round is over."""
+        self._seen = None
 
     def iter_full(self) -> Pairs:
         return self._each(full_piece)
@@ -209,19 +218,51 @@ class ModuleSource(WeightSource):
         Contiguous plain tensors that need no cast; they are the module's own memory. Empty for a
         source with a session, and for a subclass that overrides what is yielded.
         """
-        overridden = any(
-            getattr(type(self), member) is not getattr(ModuleSource, member)
-            for member in ("metadata", "iter_full", "iter_groups")
-        )
-        if overridden or self.session is not None:
+        if not self._is_plain:
             return {}
         live = live_tensors(self.module)
-        keys, found = self._layout.keys, {}
-        for meta in self.metadata:
-            tensor = live.get(keys[meta.name])
-            if tensor is not None and is_resident(tensor, meta):
-                found[meta.name] = compact(tensor.detach())
-        return found
+        names, metadata = [meta.name for meta in self.metadata], self.metadata
+        tensors = [live.get(key) for key in self._layout.keys.values()]
+        return {
+            name: compact(tensor.detach())
+            for name, tensor, meta in zip(names, tensors, metadata, strict=True)
+            if tensor is not None and is_resident(tensor, meta)
+        }
+
+    def plain_tensors(self) -> list[torch.Tensor] | None:
+        """What a pass would yield, in metadata order: the parameters themselves, not detached.
+
+        None where a pass does more than that: casts, gathers, opens a session, is overridden,
+        or meets a tensor that is not contiguous memory.
+
+        Raises:
+            Validation: The module is not as announced.
+        """
+        if not self._is_plain or self.dtype is not None:
+            return None
+        # What this round's `notice_changes` has just walked is not walked again.
+        live, self._seen = self._seen, None
+        layout = self._layout
+        if live is None:
+            live = live_tensors(self.module)
+            if not layout.outline.holds(live):
+                raise self._changed(live, layout)
+        tensors = list(map(live.__getitem__, layout.keys.values()))
+        metadata = layout.metadata
+        is_as_announced = (
+            same([meta.dtype for meta in metadata], map(DTYPE, tensors))
+            and same([meta.shape for meta in metadata], map(SHAPE, tensors))
+            and are_plain(tensors)
+        )
+        return tensors if is_as_announced else None
+
+    @property
+    def _is_plain(self) -> bool:
+        overridden = any(
+            getattr(type(self), member) is not getattr(ModuleSource, member)
+            for member in ("metadata", "iter_full", "iter_groups", "groups")
+        )
+        return not overridden and self.session is None
 
     @cached_property
     def _layout(self) -> Layout:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from aiosync.errors import Refused
+from aiosync.metadata import sizes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 
 def needed_memory(metadata: Sequence[ParamMeta]) -> int:
     """Bytes of an arena for these tensors, alignment included."""
-    return sum(_rounded(_nbytes(meta)) for meta in metadata)
+    return sum(map(_rounded, sizes_of(metadata)))
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -44,7 +45,7 @@ class Arena:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._key: list[tuple[torch.dtype, tuple[int, ...]]] | None = None
+        self._key: tuple[list[torch.dtype], list[tuple[int, ...]]] | None = None
         self._views: list[torch.Tensor] = []
 
     def views(self, metadata: Sequence[ParamMeta]) -> list[torch.Tensor]:
@@ -53,7 +54,7 @@ class Arena:
         Raises:
             Refused: More memory is needed than is free.
         """
-        key = [(meta.dtype, meta.shape) for meta in metadata]
+        key = ([meta.dtype for meta in metadata], [meta.shape for meta in metadata])
         if key != self._key:
             self.release()  # before asking what is free
             self._views = self._allocate(metadata)
@@ -76,17 +77,28 @@ class Arena:
         # Never an inference tensor, whatever the lane's mode: transports write from other threads.
         with torch.inference_mode(False):
             memory = torch.empty(need, dtype=torch.uint8, device=self._device)
+            typed: dict[torch.dtype, torch.Tensor] = {}
             views, start = [], 0
-            for meta in metadata:
-                nbytes = _nbytes(meta)
-                piece = memory[start : start + nbytes].view(meta.dtype)
-                views.append(piece.view(meta.shape))
+            for meta, nbytes in zip(metadata, sizes_of(metadata), strict=True):
+                dtype = meta.dtype
+                base = typed.get(dtype)
+                if base is None:
+                    whole = need // dtype.itemsize * dtype.itemsize
+                    base = typed[dtype] = memory[:whole].view(dtype)
+                strides = contiguous_strides(meta.shape)
+                views.append(base.as_strided(meta.shape, strides, start // dtype.itemsize))
                 start += _rounded(nbytes)
         return views
 
 
-def _nbytes(meta: ParamMeta) -> int:
-    return math.prod(meta.shape) * meta.dtype.itemsize
+@lru_cache(maxsize=1024)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor of that shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def _rounded(nbytes: int) -> int:

@@ -6,10 +6,12 @@ so a source may reuse its buffers between yields.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from aiosync.sinks import Sink
     from aiosync.source_pass import SourcePass
@@ -37,6 +39,7 @@ async def stream_out(
     """
 
     def begin() -> None:
+        the_pass.prepare()
         if prepare is not None:
             prepare()
         sender.open(plan, readers, round=round, stall=stall)
@@ -64,6 +67,18 @@ async def pass_along(the_pass: SourcePass, *, grace: float, lane: LaneLike) -> N
         await lane.run(the_pass.run, abort=the_pass.abort, grace=grace)
 
 
+@final
+class _Into:
+    """A sink's destinations, one by one and many at once."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.many = sink.destinations
+
+    def __call__(self, index: int) -> torch.Tensor:
+        return self._sink.destination(index)
+
+
 async def stream_in(
     receiver: Receiver,
     sink: Sink,
@@ -83,7 +98,7 @@ async def stream_in(
 
     def drive() -> StreamSummary:
         prepare()
-        return receiver.receive(plan, sink.destination, sink.landed, round=round, stall=stall)
+        return receiver.receive(plan, _Into(sink), sink.landed, round=round, stall=stall)
 
     try:
         return await lane.run(drive, abort=abort, grace=grace)

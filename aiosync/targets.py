@@ -12,9 +12,11 @@ from torch.nn.parameter import is_lazy
 from aiosync.errors import Coverage, Validation
 from aiosync.metadata import dtype_name, first_few
 from aiosync.module_layout import compact, is_dtensor
-from aiosync.module_walk import PLAIN_TYPES, named_members
-from aiosync.overlaps import check_disjoint, overlaps_itself, span_of
+from aiosync.module_walk import DEVICE, DTYPE, SHAPE, are_plain, named_members, same
+from aiosync.overlaps import check_disjoint, lie_apart, overlaps_itself, span_of
 from aiosync.places import Places, region_of
+from transports.copy_team import copy_together
+from transports.plain_memory import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,28 +36,71 @@ class Destinations(NamedTuple):
     """Announced tensors this model does not have."""
 
 
-class Writes(Sequence[Sequence[torch.Tensor]]):
-    """A list of tensors for each position, nearly all of length one, which are kept as they are.
+class Names:
+    """A list of names for each position, nearly all of length one, which are kept as they are.
 
     A list object for each would be as much again for the garbage collector to walk.
+
+    Attributes:
+        more: The lists of other lengths, by position.
     """
 
-    __slots__ = ("_more", "_single")
+    __slots__ = ("more", "single")
 
-    def __init__(self, groups: Iterable[list[torch.Tensor]]) -> None:
-        self._single: list[torch.Tensor | None] = []
-        self._more: dict[int, list[torch.Tensor]] = {}
+    def __init__(self, groups: Iterable[list[str]]) -> None:
+        self.single: list[str] = []
+        self.more: dict[int, list[str]] = {}
         for index, group in enumerate(groups):
             if len(group) != 1:
-                self._more[index] = group
-            self._single.append(group[0] if len(group) == 1 else None)
+                self.more[index] = group
+            self.single.append(group[0] if len(group) == 1 else "")
+
+    @classmethod
+    def of(cls, names: list[str]) -> Names:
+        """One name for each position."""
+        made = cls(())
+        made.single = names
+        return made
+
+    def all(self) -> Iterable[str]:
+        """Every name once."""
+        yield from (n for i, n in enumerate(self.single) if i not in self.more)
+        for group in self.more.values():
+            yield from group
+
+
+class Writes(Sequence[Sequence[torch.Tensor]]):
+    """The tensors of `Names`, made ready for writing when they are asked for.
+
+    Attributes:
+        device: Where all of them are, if each position has one, and that one is plain, contiguous
+            and not made in inference mode: then `plain` has them as they are. Else None.
+    """
+
+    __slots__ = ("_more", "_single", "device")
+
+    @property
+    def are_single(self) -> bool:
+        """Whether each position has exactly one."""
+        return not self._more
+
+    def __init__(
+        self, names: Names, tensors: Mapping[str, torch.Tensor], device: torch.device | None
+    ) -> None:
+        self._single: list[Any] = list(map(tensors.get, names.single))
+        self._more = {i: [tensors[name] for name in group] for i, group in names.more.items()}
+        self.device = device
 
     def __len__(self) -> int:
         return len(self._single)
 
     def __getitem__(self, index: Any) -> Any:
-        single = self._single[index]
-        return self._more[index] if single is None else (single,)
+        more = self._more.get(index)
+        return tuple(map(writable, (self._single[index],) if more is None else more))
+
+    def plain(self, first: int, end: int) -> list[torch.Tensor]:
+        """Tensors from position `first` up to `end`; they may require gradients."""
+        return self._single[first:end]
 
 
 class Model(NamedTuple):
@@ -86,7 +131,7 @@ def model_tensors(model: Any) -> Model:
 
 
 class _Match(NamedTuple):
-    names: list[list[str]]
+    names: Names
     """For each announced tensor, the names here that get it; tied ones under the first only."""
     ties: list[tuple[int, int]]
     left_out: list[str]
@@ -99,13 +144,13 @@ class Matcher:
     It keeps names and addresses, never tensors: memory that the model gives up is free at once.
     """
 
-    __slots__ = ("_compact", "_key", "_match", "_places")
+    __slots__ = ("_device", "_key", "_match", "_places")
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._places: Places | None = None
-        self._compact: set[str] = set()  # names whose tensors `writable` takes as they are
-        self._match = _Match([], [], [], 0)
+        self._device: torch.device | None = None  # see `Writes`
+        self._match = _Match(Names([]), [], [], 0)
 
     def find(
         self, model: Any, metadata: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool
@@ -128,25 +173,19 @@ class Matcher:
         key = (metadata, dict(aliases), partial, found.required)
         if key != self._key or self._places is None or not self._places.hold(tensors):
             self._places = None
-            regions = {name: region_of(tensor) for name, tensor in tensors.items()}
-            self._match = _matched(found, regions, metadata, aliases, partial=partial)
+            self._match = _matched(found, metadata, aliases, partial=partial)
             self._key, self._places = key, Places(tensors)
-            written = (name for group in self._match.names for name in group)
-            self._compact = {name for name in written if _is_compact(tensors[name])}
+            self._device = _common_device(self._match.names, tensors)
         names, ties, left_out, skipped = self._match
-        plain = self._compact
-        writes = Writes(
-            [tensors[n].detach() if n in plain else writable(tensors[n]) for n in group]
-            for group in names
-        )
-        return Destinations(writes, ties, left_out, skipped)
+        return Destinations(Writes(names, tensors, self._device), ties, left_out, skipped)
 
 
-def _is_compact(tensor: torch.Tensor) -> bool:
-    """Whether `writable` has nothing to do but to detach, while the strides are the same."""
-    if type(tensor) not in PLAIN_TYPES:
-        return False
-    return not tensor.is_contiguous() or compact(tensor).stride() == tensor.stride()
+def _common_device(names: Names, tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
+    written = list(map(tensors.__getitem__, names.all()))
+    devices = set(map(DEVICE, written))
+    if names.more or len(devices) != 1 or not are_plain(written):
+        return None
+    return None if any(map(torch.Tensor.is_inference, written)) else devices.pop()
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,13 +220,12 @@ def wanted_names(model: Any, further: dict[str, list[str]]) -> dict[str, list[st
 
 
 def _matched(
-    model: Model,
-    regions: Mapping[str, tuple[Any, ...]],
-    metadata: Sequence[ParamMeta],
-    aliases: Mapping[str, str],
-    *,
-    partial: bool,
+    model: Model, metadata: Sequence[ParamMeta], aliases: Mapping[str, str], *, partial: bool
 ) -> _Match:
+    plainly = _matched_plainly(model, metadata, aliases)
+    if plainly is not None:
+        return plainly
+    regions = {name: region_of(tensor) for name, tensor in model.tensors.items()}
     further = further_names(metadata, aliases)
     named = [
         [name for name in (meta.name, *further.get(meta.name, ())) if name in model.tensors]
@@ -206,7 +244,35 @@ def _matched(
                 ties.append((first, index))
     check_disjoint([span_of(name, model.tensors[name]) for _, name in firsts.values()])
     writers = [[n for n in names if firsts[regions[n]][1] == n] for names in named]
-    return _Match(writers, ties, left_out, sum(not names for names in named))
+    return _Match(Names(writers), ties, left_out, sum(not names for names in named))
+
+
+def _matched_plainly(
+    model: Model, metadata: Sequence[ParamMeta], aliases: Mapping[str, str]
+) -> _Match | None:
+    """The match of a model all of whose tensors are plain and apart, each announced under its name.
+
+    Without an object for each of many thousands of tensors; None where anything is less simple.
+    """
+    names, live = [meta.name for meta in metadata], list(model.tensors.values())
+    announced = set(names)
+    simple = (
+        announced.issuperset(aliases)
+        and model.tensors.keys() >= announced >= set(model.required)
+        and len(set(map(id, live))) == len(live)
+        and are_plain(live)
+        and len(set(map(DEVICE, live))) == 1
+        and lie_apart(live)
+    )
+    if not simple:
+        return None
+    tensors = list(map(model.tensors.__getitem__, names))
+    if not same([meta.dtype for meta in metadata], map(DTYPE, tensors)):
+        return None
+    if not same([meta.shape for meta in metadata], map(SHAPE, tensors)):
+        return None
+    left_out = [name for name in model.tensors if name not in announced]
+    return _Match(Names.of(names), [], left_out, 0)
 
 
 def check_coverage(
@@ -294,3 +360,19 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for device in {key[1] for key in batches if key[1].type == "cuda"}:
         # Not the device: a transfer that runs beside this may wait for its peer.
         torch.cuda.current_stream(device).synchronize()
+
+
+def write_plain(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """`write` for targets that are `Writes.plain`, and sources of the same dtypes and shapes."""
+    nbytes = [tensor.nbytes for tensor in targets]
+    into, out_of = addresses_of(targets, nbytes), addresses_of(sources, nbytes)
+    if into is None or out_of is None:
+        write(zip(targets, sources, strict=True))
+        return
+    copy_together(into, out_of, nbytes)
+    note_written(targets)
+
+
+def note_written(tensors: list[torch.Tensor]) -> None:
+    """Have autograd know that these changed: what writes to addresses does not tell it."""
+    torch.autograd.graph.increment_version(tensors)

@@ -34,20 +34,19 @@ async def agree(this: Round) -> None:
     feed, _ = this.validated()
     engine, ranks = this.engine, this.engine.ranks
     ticket = this.settings.ticket
-    facts = {
-        **facts_of(feed),
-        "ticket": "none" if ticket is None else f"{ticket.id} (round {ticket.round})",
-    }
     follows = this.settings.version is NEXT and ticket is None
-    holding = holding_of(feed, sends=engine.is_sender)
     recorded = engine.tickets.recorded(ticket)
+    if ranks.size == 1 and this.source_side.agreed is feed:
+        this.agreed = recorded  # alone, with what was found right in an earlier round
+        return
+    named = "none" if ticket is None else f"{ticket.id} (round {ticket.round})"
     limit = time.monotonic() + earlier(anyio.current_effective_deadline() - anyio.current_time())
 
     def meet() -> list[Word]:
         mine = Word(
             at="admit",
-            facts=facts,
-            holding=holding,
+            facts={**facts_of(feed), "ticket": named},
+            holding=holding_of(feed, sends=engine.is_sender),
             version=this.version,
             follows=follows,
             report=recorded,
@@ -59,6 +58,7 @@ async def agree(this: Round) -> None:
         _agree_on_version(this, words)
         holdings = [word.holding for word in words if word.holding is not None]
         check_holdings(feed.metadata, holdings, backend=engine.backend_name)
+        this.source_side.agreed = feed
         this.agreed = next((word.report for word in words if word.report is not None), None)
 
     await engine.source_lane.run(on_lane, abort=ranks.abort, grace=this.source_grace)

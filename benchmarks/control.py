@@ -1,8 +1,9 @@
 """A round with one tiny tensor, beside the bare HTTP requests that it makes.
 
 Raw sends requests of the same number, kind and size with the same HTTP library to a server that
-does nothing, each over a connection of its own as the client does; `raw_keep_alive` is the same
-over one kept connection.
+does nothing: each over a connection of its own. `raw_by_round` makes them
+as a round does, over one connection for all of its requests, and `raw_keep_alive` over one
+connection for all rounds.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ async def _measure(
 ) -> dict[str, Any]:
     bare = (await other.do("bare", tcp=tcp))["url"]
     kept: list[float] = []
+    by_round: list[float] = []
     async with (
         setting(other, "one", _NBYTES, 1, tcp=tcp) as pair,
         wire.session(bare, keep_alive=True) as lasting,
@@ -67,14 +69,19 @@ async def _measure(
             for _ in range(_BATCH):
                 async with wire.session(bare, keep_alive=False) as client:
                     await wire.make(client, bare, requests)
-            over = time.perf_counter()
+            single = time.perf_counter()
+            for _ in range(_BATCH):
+                async with wire.session(bare, keep_alive=True) as client:
+                    await wire.make(client, bare, requests)
+            rounds = time.perf_counter()
             for _ in range(_BATCH):
                 await wire.make(lasting, bare, requests)
-            kept.append((time.perf_counter() - over) / _BATCH * 1e3)
-            return (over - began) / _BATCH * 1e3
+            kept.append((time.perf_counter() - rounds) / _BATCH * 1e3)
+            by_round.append((rounds - single) / _BATCH * 1e3)
+            return (single - began) / _BATCH * 1e3
 
         await ours(), await raw()
-        kept.clear()
+        kept.clear(), by_round.clear()
         pairs = await alternate(ours, raw, options.repeat)
         phases = [(await pair.round())[1].seconds for _ in range(options.repeat)]
     return record(
@@ -85,6 +92,9 @@ async def _measure(
         unit="ms",
         target="ratio <= 3",
         requests=[f"{request.method} {request.target}" for request in requests],
+        raw_by_round=median(by_round),
+        raw_by_round_spread=spread(by_round),
+        ratio_by_round=median([ours / raw for ours, raw in zip(pairs.ours, by_round, strict=True)]),
         raw_keep_alive=median(kept),
         raw_keep_alive_spread=spread(kept),
         seconds={name: median([phase[name] for phase in phases]) for name in phases[0]},

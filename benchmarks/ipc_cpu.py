@@ -37,6 +37,7 @@ class _Variant:
 VARIANTS = (
     _Variant("in place, counts", "dense", 0.85),
     _Variant("in place, counts", "many", 0.80),
+    _Variant("in place, counts, scattered", "scattered", 0.80),
     _Variant("staged, digest", "dense", 0.45, sink="staged", verify="digest"),
     _Variant("staged, digest", "many", 0.40, sink="staged", verify="digest"),
     _Variant("zero-copy source, in place, counts", "dense", 0.85, share=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FULL_NBYTES = 2 << 30
-COUNTS = {"one": 1, "dense": 400, "many": 18_000, "metadata": 37_000}
+COUNTS = {"one": 1, "dense": 400, "many": 18_000, "scattered": 18_000, "metadata": 37_000}
 _PARTS = ("q", "k", "v", "o", "gate", "up", "down", "norm", "router", "bias")
 _EXPERT = ("gate_proj", "up_proj", "down_proj")
 _ALIGN = 64
@@ -29,7 +30,7 @@ def names(layout: str) -> Iterator[str]:
     layer = 0
     parts = list(_PARTS)
     if layout not in ("one", "dense"):
-        experts = 100 if layout == "many" else 256
+        experts = 256 if layout == "metadata" else 100
         parts = [f"mlp.experts.{expert}.{part}" for expert in range(experts) for part in _EXPERT]
     while True:
         yield from (f"model.layers.{layer}.{part}.weight" for part in parts)
@@ -42,7 +43,8 @@ def build(
     """All bytes of the model as one tensor, and the module whose parameters are views of them.
 
     One allocation, so that a raw copy of everything and the copies of its tensors go over the same
-    memory. Tensors are bfloat16, of equal sizes; `nbytes` is rounded down to what they take.
+    memory. Tensors are bfloat16, of equal sizes; `nbytes` is rounded down to what they take. They
+    lie in the order of their names, neighbours side by side; ``scattered`` ones in no order at all.
     """
     each = max(nbytes // tensors // _ALIGN, 1) * _ALIGN
     flat = torch.zeros(each * tensors, dtype=torch.uint8)
@@ -52,7 +54,10 @@ def build(
     else:
         words.zero_()  # `zeros` alone leaves pages to their first use
     modules = {"": nn.Module()}
-    for name, place in zip(islice(names(layout), tensors), torch.split(flat, each), strict=True):
+    places = list(torch.split(flat, each))
+    if layout == "scattered":
+        random.Random(0).shuffle(places)  # alike on both sides, so that checksums are
+    for name, place in zip(islice(names(layout), tensors), places, strict=True):
         weight = place.view(torch.bfloat16).view(-1, _WIDTH)
         path, _, leaf = name.rpartition(".")
         parameter = nn.Parameter(weight, requires_grad=trains)

@@ -76,10 +76,18 @@ async def setting(
     verify: str = "digest",
     share: bool = False,
     tcp: bool = False,
+    backend: str = "ipc",
 ) -> AsyncIterator[Setting]:
     """Connect, make one round, and check that every byte arrived."""
     answer = await peer.do(
-        "open", layout=layout, nbytes=nbytes, tensors=tensors, sink=sink, verify=verify, tcp=tcp
+        "open",
+        layout=layout,
+        nbytes=nbytes,
+        tensors=tensors,
+        sink=sink,
+        verify=verify,
+        tcp=tcp,
+        backend=backend,
     )
     flat, model = layouts.build(layout, nbytes, tensors, trains=True)
     storage = aiosync.share_tensors(model) if share else None
@@ -88,9 +96,9 @@ async def setting(
     # The reader first: pages it maps between the two looks would else count twice.
     pids = (peer.pid, os.getpid())
     before = memory.resident(pids)
-    shared = () if storage is None else (storage,)
+    more: dict[str, Any] = {} if storage is None else {"shared": (storage,)}
     try:
-        async with aiosync.connect(model, workers=[answer["url"]], shared=shared) as sync:
+        async with aiosync.connect(model, workers=[answer["url"]], **more) as sync:
             async with memory.watched(pids) as peak:
                 await sync.send_weights()
             arrived = (await peer.do("checksum"))["crc"]

@@ -586,7 +586,7 @@ async def test_odd_event_streams(reply, kind):
 
 @pytest.mark.asyncio
 async def test_a_scope_is_re_entrant_and_leaves_nothing():
-    async with serving(answer(STARTED)) as wire:
+    async with serving(answer(STARTED, extra="Connection: close\r\n")) as wire:
         client = HTTPVLLMWeightSyncClient(wire.url)
         async with client:
             async with client:
@@ -595,6 +595,50 @@ async def test_a_scope_is_re_entrant_and_leaves_nothing():
             assert "users=1" in repr(client)
         assert "users=0" in repr(client)
     gc.collect()  # an unclosed session would warn here
+
+
+@asynccontextmanager
+async def keeping(replies: int):
+    """A server that keeps each connection for so many replies; then it takes one more request."""
+    connections: list[int] = []
+
+    async def serve(reader, writer):
+        number = len(connections)
+        connections.append(0)
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while connections[number] <= replies:
+                await reader.readuntil(b"\r\n\r\n")
+                connections[number] += 1
+                if connections[number] <= replies:
+                    writer.write(answer(STARTED))
+                    await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections
+
+
+@pytest.mark.asyncio
+async def test_calls_of_a_scope_share_a_connection_and_no_other_does():
+    async with keeping(3) as (url, connections):
+        client = HTTPVLLMWeightSyncClient(url)
+        async with client:
+            for _ in range(3):
+                await client.start_weight_update()
+        async with client:
+            await client.start_weight_update()
+        assert connections == [3, 1]
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_dies_on_a_kept_connection_is_not_sent_again():
+    async with keeping(1) as (url, connections):
+        async with HTTPVLLMWeightSyncClient(url) as client:
+            await client.start_weight_update()
+            with pytest.raises(PeerLost, match=r"start: .* the connection broke"):
+                await client.start_weight_update()
+        assert connections == [2]
 
 
 @pytest.mark.asyncio

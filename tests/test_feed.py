@@ -16,7 +16,10 @@ from torch import nn
 from aiosync.errors import Validation
 from aiosync.feed import SourceFeed
 from aiosync.metadata import ParamMeta
+from aiosync.ranks import TrainerRanks
+from aiosync.source_pass import SourcePass
 from aiosync.sources import ModuleSource, WeightSource
+from transports.lane import Lane
 
 F32 = torch.float32
 
@@ -365,3 +368,33 @@ def test_a_batch_is_let_go_before_the_next_is_made():
     for batch in SourceFeed(Gathering([])).iter_batches():
         assert len(batch) == 1
         del batch
+
+
+@pytest.mark.asyncio
+async def test_an_async_source_has_nothing_copied_on_the_loop():
+    turned = torch.arange(6, dtype=F32).reshape(2, 3).t()
+
+    class Turned(WeightSource):
+        @cached_property
+        def metadata(self):
+            return [ParamMeta("a", F32, (3, 2))]
+
+        async def iter_full(self):
+            yield "a", turned
+
+    class Sender:
+        def write(self, batch):
+            self.tensors = [(tensor, threading.get_ident()) for _, tensor in batch]
+
+    feed, sender = SourceFeed(Turned()), Sender()
+    [(_, tensor)] = await drain(feed)
+    assert tensor.data_ptr() == turned.data_ptr()
+    lane = Lane("lane")
+    try:
+        await SourcePass(feed, TrainerRanks.alone(), sender).run_async(lane, grace=1)
+    finally:
+        lane.close()
+    [(tensor, thread)] = sender.tensors
+    assert tensor.is_contiguous()
+    assert torch.equal(tensor, turned)
+    assert thread != threading.get_ident()

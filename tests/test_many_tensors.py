@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from contextlib import nullcontext
+from itertools import chain
 
 import pytest
 import torch
 from torch import nn
 
 from aiosync.engines.streamed import plan_of
-from aiosync.errors import AiosyncError, Validation
+from aiosync.errors import AiosyncError, Coverage, Validation
 from aiosync.feed import SourceFeed
 from aiosync.metadata import Validated
 from aiosync.module_walk import named_members, outline
-from aiosync.sinks import make_sink
+from aiosync.sinks import StagedSink, make_sink
 from aiosync.sources import ModuleSource
 from transports.shared_memory import ShmReceiver, ShmSender
 from transports.sharing import share_tensors
@@ -92,6 +95,128 @@ def test_only_the_very_same_metadata_is_not_checked_again():
     metadata.append(metadata[0])
     with pytest.raises(Validation, match="repeats"):
         check(metadata)
+
+
+def looked_at(net: nn.Module) -> SourceFeed:
+    feed = SourceFeed(ModuleSource(net))
+    feed.look()
+    return feed
+
+
+def test_a_plain_pass_yields_what_the_ordinary_one_does():
+    net = model()
+    feed = looked_at(net)
+    held = {id(parameter) for parameter in net.parameters()}
+    assert {id(tensor) for tensor in feed.plain} <= held  # no new object for any of them
+    quick = list(feed.iter_plain())
+    ordinary = list(feed.iter_batches())
+    assert [[i for i, _ in batch] for batch in quick] == [[i for i, _ in b] for b in ordinary]
+    for (_, one), (_, two) in zip(chain(*quick), chain(*ordinary), strict=True):
+        assert one.data_ptr() == two.data_ptr()
+        assert one.shape == two.shape
+    assert feed.plain is None
+
+
+class Halved(ModuleSource):
+    def iter_full(self):
+        for name, tensor in super().iter_full():
+            yield name, tensor / 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda net: Halved(net),
+        lambda net: ModuleSource(net, dtype=torch.bfloat16),
+        lambda net: ModuleSource(net, session=nullcontext),
+    ],
+    ids=["overridden", "cast", "session"],
+)
+def test_a_pass_that_does_more_is_not_plain(make):
+    feed = SourceFeed(make(model()))
+    feed.look()
+    assert feed.plain is None
+
+
+def test_a_strided_tensor_makes_no_plain_pass():
+    net = nn.Linear(4, 4)
+    net.weight.data = net.weight.data.t()
+    assert looked_at(net).plain is None
+
+
+@pytest.mark.parametrize("change", [change_shape, change_dtype])
+def test_a_tensor_that_changes_after_the_round_was_admitted_is_named(change):
+    net = model()
+    source = ModuleSource(net)
+    feed = SourceFeed(source)
+    source.notice_changes()
+    change(net)
+    feed.look()
+    assert feed.plain is None
+    with pytest.raises(Validation, match=r"layers\.0\.0\.bias changed"):
+        list(feed.iter_batches())
+
+
+def test_a_source_holds_no_tensor_after_the_round():
+    net = nn.Linear(2, 2)
+    source = ModuleSource(net)
+    _ = source.metadata
+    source.notice_changes()
+    gone = weakref.ref(net.weight)
+    source.forget_tensors()
+    net.weight = nn.Parameter(torch.zeros(2, 2))
+    assert gone() is None
+
+
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+def test_autograd_hears_of_what_is_written(mode):
+    net = nn.Linear(2, 2)
+    sink = make_sink(net, mode)
+    metadata = SourceFeed(ModuleSource(net)).metadata
+    loss = net(torch.ones(1, 2)).square().sum()  # keeps the weight for its backward pass
+    loss = loss * net.weight.square().sum()
+    sink.begin(metadata)
+    sink.destinations([0, 1])
+    sink.landed([0, 1])
+    sink.commit()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_many_destinations_are_those_one_by_one():
+    for mode in ("staged", "in_place", "layerwise"):
+        one, many = (make_sink(model(), mode) for _ in range(2))
+        metadata = SourceFeed(ModuleSource(model())).metadata
+        indices = list(range(len(metadata)))
+        one.begin(metadata)
+        many.begin(metadata)
+        single = [one.destination(index) for index in indices]
+        for tensor, other in zip(single, many.destinations(indices), strict=True):
+            assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+            assert tensor.is_contiguous()
+            assert other.is_contiguous()
+        assert not many.destination(0).requires_grad
+        many.landed(indices[:2])
+        with pytest.raises(Coverage, match="has landed"):
+            many.destinations(indices)
+        with pytest.raises(Coverage, match="landed twice"):
+            many.landed(indices)
+        with pytest.raises(Validation, match="no tensor"):
+            many.destinations([*indices[2:], len(indices)])
+
+
+def test_a_sink_that_hands_out_its_own_destinations_is_asked_for_each():
+    asked = []
+
+    class Own(StagedSink):
+        def destination(self, index):
+            asked.append(index)
+            return super().destination(index)
+
+    sink = Own(nn.Linear(2, 2))
+    sink.begin(SourceFeed(ModuleSource(nn.Linear(2, 2))).metadata)
+    sink.destinations([0, 1])
+    assert asked == [0, 1]
 
 
 def one_round(sender, receiver, plan, feed, sink, *, number):

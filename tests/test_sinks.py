@@ -15,6 +15,7 @@ from aiosync.errors import Busy, Coverage, InvalidTransition, Refused, Torn, Val
 from aiosync.metadata import ParamMeta
 from aiosync.sinks import InPlaceSink, LayerwiseSink, StagedSink, make_sink
 from aiosync.sources import ModuleSource
+from transports.plain_memory import blocks
 
 MODES = ["staged", "in_place", "layerwise"]
 F32 = torch.float32
@@ -497,12 +498,12 @@ def test_staged_marks_the_weights_torn_while_it_copies(monkeypatch):
     sink = make_sink(model)
     seen = []
 
-    def copy(destinations, sources):
+    def copy(targets, sources, nbytes):
         seen.append(sink.weights)
-        destinations[0].copy_(sources[0])
+        list(blocks(targets[:1], sources[:1], nbytes[:1]))
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    monkeypatch.setattr("aiosync.targets.copy_together", copy)
     sent = {"a": torch.ones(2), "b": torch.ones(2)}
     with pytest.raises(RuntimeError, match="device lost"):
         update(sink, sent)

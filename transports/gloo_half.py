@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, final
 
 from statemachines.errors import InvalidTransition, Validation
 from transports.digest import available, chain
@@ -14,6 +12,8 @@ from transports.sections import Frames
 from transports.stream import Progress, StreamSummary
 
 if TYPE_CHECKING:
+    import torch
+
     from statemachines.errors import AiosyncError
     from transports.groups import CollectiveGroup
     from transports.planning import Plan
@@ -31,6 +31,7 @@ class Half:
         self._group = group
         self._kind = digest
         self._digest = None if digest is None else PieceDigest(digest)
+        self._frame_digest = FrameDigest(digest)
         self._frames: Frames | None = None
         self._round = 0
         self._stall = 0.0
@@ -60,12 +61,13 @@ class Half:
         if self._frames is None or self._frames.digest != plan.digest:
             self._frames = Frames(plan, verified=self._kind is not None)
         self._round, self._stall, self._digests, self._is_open = round, stall, [], True
+        self._frame_digest = FrameDigest(self._kind)
         text = f"stream 1 {round} {plan.digest} {self._kind}"
         return hashlib.sha256(text.encode()).digest()
 
     def _hash(self, raw: torch.Tensor) -> int:
         assert self._digest is not None  # callers look at `_kind`
-        self._digest.update(self._digest.kept(raw))
+        self._digest.update(raw)
         return self._digest.end()
 
     def _wait(self, pending: Any) -> None:
@@ -88,10 +90,26 @@ class Half:
         return StreamSummary(nbytes=plan.total_bytes, chunks=chunks, digest=digest)
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy all sources into their targets, and forget both."""
-    if targets:
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
-    targets.clear()
-    sources.clear()
+@final
+class FrameDigest:
+    """The digest of a frame's packed bytes, padding included, taken while they are warm."""
+
+    def __init__(self, kind: str | None) -> None:
+        self._digest = None if kind is None else PieceDigest(kind)
+        # Pieces count for some kinds: those see the packed bytes as the one piece they are.
+        self._steps = self._digest is not None and not self._digest.by_piece
+        self._done = 0
+
+    def reach(self, start: int, end: int) -> None:
+        """Bytes of the frame at address `start` are there up to address `end`."""
+        if self._steps and self._digest is not None:
+            at = start + self._done
+            self._digest.update_at(at, end - at)
+            self._done = end - start
+
+    def end(self, start: int, nbytes: int) -> int:
+        """The value, once all `nbytes` are there."""
+        assert self._digest is not None  # callers look at the kind
+        self._digest.update_at(start + self._done, nbytes - self._done)
+        self._done = 0
+        return self._digest.end()

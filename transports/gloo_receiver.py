@@ -9,8 +9,10 @@ import torch
 
 from statemachines.errors import AiosyncError, Validation
 from transports.errors import DigestMismatch
-from transports.gloo_half import AHEAD, Half, copy_all
+from transports.gloo_half import AHEAD, Half
 from transports.packing import bytes_of
+from transports.plain_memory import addresses_of, blocks
+from transports.stream import targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,24 +116,37 @@ class GlooReceiver(Half):
         destination: Callable[[int], torch.Tensor],
     ) -> None:
         section = frames.sections[index]
+        self._unpack(frames, index, destination)
         if self._kind is not None:
             if section.packed_nbytes:
-                values.append(self._hash(frames.packed(index)))
+                start = frames.address(index)
+                values.append(self._frame_digest.end(start, section.packed_nbytes))
             self._compare(section, frames.read_digests(index), values)
             self._digests.extend(values)
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for part in section.packed:
-            if part.nbytes:
-                target = destination(part.tensor)
-                if target.nbytes != part.nbytes:
-                    name = f"tensor {part.tensor}"
-                    message = f"{name}: {part.nbytes} bytes into {target.nbytes}"
-                    raise Validation(message, tensor=name)
-                targets.append(target)
-                sources.append(frames.view(index, part, target))
-        copy_all(targets, sources)
         self.progress.step(sum(part.nbytes for part in section.packed))
+
+    def _unpack(
+        self, frames: Frames, index: int, destination: Callable[[int], torch.Tensor]
+    ) -> None:
+        parts = [part for part in frames.sections[index].packed if part.nbytes]
+        if not parts:
+            return
+        targets = targets_of(destination, [part.tensor for part in parts])
+        nbytes = [part.nbytes for part in parts]
+        addresses = addresses_of(targets, nbytes)
+        if addresses is not None:
+            start, digest = frames.address(index), self._frame_digest
+            sources = [start + part.start for part in parts]
+            for _, address, size in blocks(addresses, sources, nbytes):
+                digest.reach(start, address + size)
+            return
+        for part, target in zip(parts, targets, strict=True):
+            if target.nbytes != part.nbytes:
+                name = f"tensor {part.tensor}"
+                message = f"{name}: {part.nbytes} bytes into {target.nbytes}"
+                raise Validation(message, tensor=name)
+            with torch.no_grad():
+                target.copy_(frames.view(index, part, target))
 
     def _compare(self, section: Section, sent: list[int], found: list[int]) -> None:
         for at, (theirs, ours) in enumerate(zip(sent, found, strict=True)):

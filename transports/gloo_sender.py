@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, final
 
+import torch
+
 from statemachines.errors import AiosyncError, Validation
-from transports.gloo_half import AHEAD, Half, copy_all
+from transports.gloo_half import AHEAD, Half
 from transports.packing import bytes_of, settled
+from transports.plain_memory import addresses_of, blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
-
     from transports.planning import Plan
-    from transports.sections import Frames, Part, Section
+    from transports.sections import Frames, Section
     from transports.stream import StreamSummary
 
 
@@ -27,6 +28,8 @@ class GlooSender(Half):
         group: Joined, rank 0.
         digest: How what arrives is verified (`transports.digest`); None only counts.
     """
+
+    takes_parameters = True
 
     _plan: Plan
     _word: bytes
@@ -63,25 +66,20 @@ class GlooSender(Half):
 
     def write(self, batch: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See `transports.stream.Sender.write`."""
-        frames = self._plan_frames
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+        frames, done = self._plan_frames, 0
         try:
-            for index, tensor in batch:
-                self._check(index, tensor.nbytes)
+            while done < len(batch):
+                self._check(*batch[done])
                 section = frames.sections[self._at]
-                part = self._packed_part(section, index)
-                if part is None:
-                    self._send_direct(section, index, tensor)
-                elif part.nbytes:
-                    source = tensor if tensor.is_contiguous() else settled(tensor)
-                    targets.append(frames.view(self._at, part, source))
-                    sources.append(source)
-                self._next += 1
+                count = self._packed_ahead(section, len(batch) - done)
+                if count:
+                    self._pack(frames, section, batch[done : done + count])
+                else:
+                    self._send_direct(section, *batch[done])
+                done += count or 1
+                self._next += count or 1
                 if self._next == section.end:
-                    copy_all(targets, sources)
                     self._send_frame(frames, section)
-            copy_all(targets, sources)
             self._settle(lambda frame: frame >= 0)
         except AiosyncError as error:
             raise self._located(error, "write") from error.__cause__
@@ -104,23 +102,46 @@ class GlooSender(Half):
         ranks = range(1, self._group.size)
         return self._group.gather(f"{what}-{self._round}", ranks=ranks, timeout=self._stall)
 
-    def _check(self, index: int, nbytes: int) -> None:
+    def _check(self, index: int, tensor: torch.Tensor) -> None:
         name, plan = f"tensor {index}", self._plan
         if index != self._next or index >= len(plan.sizes):
             due = "nothing" if self._next >= len(plan.sizes) else f"tensor {self._next}"
             raise Validation(f"{name} was written, {due} is next", tensor=name)
-        if nbytes != plan.sizes[index]:
-            message = f"{name} has {nbytes} bytes, planned were {plan.sizes[index]}"
+        if tensor.nbytes != plan.sizes[index]:
+            message = f"{name} has {tensor.nbytes} bytes, planned were {plan.sizes[index]}"
             raise Validation(message, tensor=name)
 
-    def _packed_part(self, section: Section, index: int) -> Part | None:
-        if index == section.first:
+    def _packed_ahead(self, section: Section, limit: int) -> int:
+        """How many tensors from the one that is due on are packed, at most `limit`."""
+        if self._next == section.first:
             self._cursor = 0
-        packed = section.packed
-        if self._cursor < len(packed) and packed[self._cursor].tensor == index:
-            self._cursor += 1
-            return packed[self._cursor - 1]
-        return None
+        packed, first, count = section.packed, self._next, 0
+        limit = min(limit, len(packed) - self._cursor)
+        while count < limit and packed[self._cursor + count].tensor == first + count:
+            count += 1
+        return count
+
+    def _pack(
+        self, frames: Frames, section: Section, part: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
+        parts = section.packed[self._cursor : self._cursor + len(part)]
+        self._cursor += len(part)
+        tensors, nbytes = [tensor for _, tensor in part], [p.nbytes for p in parts]
+        in_order = [index for index, _ in part] == [p.tensor for p in parts]
+        sources = addresses_of(tensors, nbytes) if in_order else None
+        start, digest = frames.address(self._at), self._frame_digest
+        if sources is not None:
+            targets = [start + p.start for p in parts]
+            for address, _, size in blocks(targets, sources, nbytes):
+                digest.reach(start, address + size)
+            return
+        for place, (index, tensor) in zip(parts, part, strict=True):
+            self._check(index, tensor)
+            self._next += 1
+            if place.nbytes:
+                with torch.no_grad():
+                    frames.view(self._at, place, tensor).copy_(tensor)
+        self._next -= len(part)
 
     def _send_direct(self, section: Section, index: int, tensor: torch.Tensor) -> None:
         data = bytes_of(settled(tensor).cpu())
@@ -143,7 +164,7 @@ class GlooSender(Half):
             return
         if self._kind is not None:
             if section.packed_nbytes:
-                values.append(self._hash(frames.packed(index)))
+                values.append(self._frame_digest.end(frames.address(index), section.packed_nbytes))
             frames.write_digests(index, values)
             self._digests.extend(values)
         self._post(frames.frame(index), index, sum(part.nbytes for part in section.packed))

@@ -2,58 +2,46 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any, Union, final
-
-import torch
+from typing import TYPE_CHECKING, Any, final
 
 from transports.digest import XXH3_64, ChunkDigest
+from transports.plain_memory import bytes_at, chars_at
 
-Hashable = Union[memoryview, "ctypes.Array[ctypes.c_char]", torch.Tensor]
-NO_BYTES = torch.empty(0, dtype=torch.uint8)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor as a 1-d uint8 view."""
-    return tensor.detach().view(-1).view(torch.uint8) if tensor.nbytes else NO_BYTES
+if TYPE_CHECKING:
+    import torch
 
 
 @final
 class PieceDigest:
     """`transports.digest.ChunkDigest`, chunk after chunk.
 
-    For ``xxh3_64``, which is the plain XXH3 of all bytes whatever pieces they come in, buffers go
-    to the hash directly; ``wsum64`` gets its tensors.
+    Attributes:
+        by_piece: The value depends on where pieces end. That of ``xxh3_64`` does not: it is the
+            plain XXH3 of all bytes, whatever pieces they come in.
     """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._direct = kind == XXH3_64
-        self.update: Any
-        self._digest: Any
-        self._begin()
+        self.by_piece = kind != XXH3_64
+        self._digest: Any = self._begin()
 
-    def _begin(self) -> None:
-        if self._direct:
-            import xxhash  # an optional package, and known to be here
+    def _begin(self) -> Any:
+        if self.by_piece:
+            return ChunkDigest(self._kind)
+        import xxhash  # an optional package, and known to be here
 
-            self._digest = xxhash.xxh3_64()
-        else:
-            self._digest = ChunkDigest(self._kind)
-        self.update = self._digest.update
+        return xxhash.xxh3_64()
 
-    def kept(self, raw: torch.Tensor) -> Hashable:
-        """The form in which `update` takes a 1-d uint8 tensor; keeps its memory alive."""
-        return raw.numpy().data if self._direct else raw
+    def update(self, raw: torch.Tensor) -> None:
+        """Take the next piece, a 1-d uint8 tensor."""
+        self._digest.update(raw if self.by_piece else raw.numpy().data)
 
-    def passing(self, tensor: torch.Tensor) -> Hashable:
-        """The form for any contiguous tensor, to be used only while the tensor is."""
-        if self._direct:
-            return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-        return bytes_of(tensor)
+    def update_at(self, address: int, nbytes: int) -> None:
+        """Take the next piece, which lies there; the caller holds what it belongs to."""
+        self._digest.update((bytes_at if self.by_piece else chars_at)(address, nbytes))
 
     def end(self) -> int:
         """The chunk's digest; begins the next one's."""
-        value: int = self._digest.intdigest() if self._direct else self._digest.value()
-        self._begin()
+        value: int = self._digest.value() if self.by_piece else self._digest.intdigest()
+        self._digest = self._begin()
         return value

@@ -1,18 +1,18 @@
-"""What a shared-memory receiver keeps between rounds: mapped segments, handles, views."""
+"""What a shared-memory receiver keeps between rounds: mapped segments, handles, places."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
 from statemachines.errors import Validation
-from transports.chunk_copy import chunk_views
+from transports.chunk_copy import place_chunks
 from transports.segments import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transports import shm_messages as wire
-    from transports.chunk_copy import ChunkViews
+    from transports.chunk_copy import PlacedChunk
     from transports.planning import Plan
 
 
@@ -26,7 +26,7 @@ class ReceiverMemory:
     """
 
     def __init__(self) -> None:
-        self.chunks: list[ChunkViews] = []
+        self.chunks: list[PlacedChunk] = []
         self.resident_name = ""
         self._resident: dict[int, tuple[Segment, int]] = {}
         self._segments: dict[str, Segment] = {}
@@ -57,8 +57,8 @@ class ReceiverMemory:
             raise Validation(f"a segment is named twice in {welcome.segments}")
         for key, segment in self._segments.items():
             if kept.get(key) is not segment:
-                # Views would keep it mapped. The table stays: its segments are still in use, or
-                # a new table follows.
+                # Addresses in it mean nothing any more. The table stays: its segments are still in
+                # use, or a new table follows.
                 self.chunks, self._prepared = [], ("", "")
                 segment.close()
         self._segments, self._order = kept, list(kept.values())
@@ -66,7 +66,7 @@ class ReceiverMemory:
     def prepare(
         self, plan: Plan, welcome: wire.Welcome, handles: Iterator[tuple[int, int, int]]
     ) -> None:
-        """Take the handles that follow the welcome, if any do, and have views for the plan.
+        """Take the handles that follow the welcome, if any do, and have places for the plan.
 
         Raises:
             Validation: A handle points outside of its segment, or the tables differ.
@@ -86,10 +86,10 @@ class ReceiverMemory:
             raise Validation(f"the trainer's table of handles is {welcome.resident!r}, not ours")
         wanted = (plan.digest, self.resident_name)
         if self._prepared != wanted:
-            self.chunks = chunk_views(plan, self._resident)
+            self.chunks = place_chunks(plan, self._resident)
             self._prepared = wanted
 
-    def place(self, chunk: ChunkViews, ready: wire.Ready) -> None:
+    def place(self, chunk: PlacedChunk, ready: wire.Ready) -> None:
         """Note where an announced chunk lies.
 
         Raises:
@@ -100,7 +100,7 @@ class ReceiverMemory:
         if not 0 <= ready.segment < len(self._order):
             raise Validation(f"chunk {chunk.index} is said to be in segment {ready.segment}")
         segment = self._order[ready.segment]
-        segment.view(ready.offset, chunk.nbytes)
+        segment.check(ready.offset, chunk.room)
         chunk.settle(segment, ready.offset)
 
     def statistics(self) -> dict[str, Any]:

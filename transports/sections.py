@@ -76,16 +76,12 @@ def sections_of(plan: Plan) -> list[Section]:
 
 @final
 class Frames:
-    """Two buffers that a plan's frames take turns in, and the typed views of small tensors there.
-
-    Made once a plan: the views are kept while dtypes and shapes stay what they were.
-    """
+    """Two buffers that a plan's frames take turns in; made once a plan."""
 
     def __init__(self, plan: Plan, *, verified: bool) -> None:
         self.digest = plan.digest
         self.sections = sections_of(plan)
         self._verified = verified
-        self._views: dict[int, torch.Tensor] = {}
         frames = [section.frame_nbytes(verified=verified) for section in self.sections]
         size = max(frames, default=0)
         count = min(2, sum(1 for nbytes in frames if nbytes))
@@ -106,13 +102,14 @@ class Frames:
         """The packed bytes of a section's frame, padding included."""
         return self.frame(index)[: self.sections[index].packed_nbytes]
 
+    def address(self, index: int) -> int:
+        """Where a section's frame begins; it has packed bytes."""
+        return self._buffers[self.buffer_of(index)].data_ptr()
+
     def view(self, index: int, part: Part, like: torch.Tensor) -> torch.Tensor:
         """A small tensor's place in its frame, with the dtype and shape of `like`."""
-        view = self._views.get(part.tensor)
-        if view is None or view.dtype is not like.dtype or view.shape != like.shape:
-            place = self.frame(index)[part.start : part.start + part.nbytes]
-            view = self._views[part.tensor] = place.view(like.dtype).view(like.shape)
-        return view
+        place = self.frame(index)[part.start : part.start + part.nbytes]
+        return place.view(like.dtype).view(like.shape)
 
     def write_digests(self, index: int, values: list[int]) -> None:
         """Put the section's digests behind its packed bytes."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 
 from statemachines.errors import Validation
 from transports import shm_messages as wire
-from transports.chunk_copy import chunk_views
+from transports.chunk_copy import place_chunks
 from transports.links import FDS_LIMIT
 from transports.planning import ALIGNED
 from transports.segments import ALIGNMENT, Segment
@@ -15,7 +15,7 @@ from transports.segments import ALIGNMENT, Segment
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from transports.chunk_copy import ChunkViews
+    from transports.chunk_copy import PlacedChunk
     from transports.links import Link
     from transports.planning import Plan
 
@@ -33,7 +33,7 @@ class SenderMemory:
 
     def __init__(self, *, slot_nbytes: int, buffers: int | None) -> None:
         self.buffers = buffers
-        self.chunks: list[ChunkViews] = []
+        self.chunks: list[PlacedChunk] = []
         self.segment: Segment | None = None
         self.resident: dict[int, tuple[Segment, int]] = {}
         self._slot_nbytes = -(-slot_nbytes // ALIGNMENT) * ALIGNMENT
@@ -50,7 +50,7 @@ class SenderMemory:
             self._resident_name = secrets.token_hex(8) if table else ""
 
     def prepare(self, plan: Plan, *, check: Callable[[], None]) -> None:
-        """Have memory for the plan, and views if they are not there from the last round.
+        """Have memory for the plan; what is there from the last round is kept.
 
         Args:
             plan: This round's.
@@ -76,7 +76,7 @@ class SenderMemory:
             if not 0 <= index < len(plan.sizes):
                 raise Validation(f"resident tensor {index} is not in the plan", tensor=str(index))
             segment.check(offset, plan.sizes[index])
-        self.chunks = chunk_views(plan, self.resident)
+        self.chunks = place_chunks(plan, self.resident)
         self._reserve(self._lay_out(), check)
         for chunk, base in zip(self.chunks, self._bases, strict=True):
             chunk.settle(self.segment if chunk.copied else None, base)
@@ -85,7 +85,7 @@ class SenderMemory:
     def _lay_out(self) -> int:
         if self.buffers is not None:
             # No more than the plan needs: every page of it has to be made.
-            largest = max((chunk.nbytes for chunk in self.chunks if chunk.copied), default=0)
+            largest = max((chunk.room for chunk in self.chunks if chunk.copied), default=0)
             slot = min(-(-largest // ALIGNMENT) * ALIGNMENT, self._slot_nbytes)
             self._bases = [k % self.buffers * slot for k in range(len(self.chunks))]
             return slot * min(self.buffers, len(self.chunks))
@@ -93,7 +93,7 @@ class SenderMemory:
         for chunk in self.chunks:
             self._bases.append(total)
             if chunk.copied:
-                total += -(-chunk.nbytes // ALIGNMENT) * ALIGNMENT
+                total += -(-chunk.room // ALIGNMENT) * ALIGNMENT
         return total
 
     def _reserve(self, nbytes: int, check: Callable[[], None] = lambda: None) -> None:

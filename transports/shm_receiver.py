@@ -13,11 +13,12 @@ from transports.chunk_copy import CopyQueue
 from transports.digest import available, chain
 from transports.errors import DigestMismatch, PeerLost, PhaseTimeout
 from transports.links import FDS_LIMIT, Link
-from transports.piece_digest import bytes_of
+from transports.packing import bytes_of
+from transports.plain_memory import addresses_of
 from transports.planning import ALIGNED
 from transports.receiver_memory import ReceiverMemory
 from transports.shm_readers import check_stall
-from transports.stream import Progress, StreamSummary
+from transports.stream import Progress, StreamSummary, targets_of
 from transports.turn import Turn
 from transports.waker import Waker
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from transports.chunk_copy import ChunkViews, PieceViews, Run
+    from transports.chunk_copy import PlacedChunk
     from transports.planning import Plan
 
 _SENDER = "trainer"
@@ -37,7 +38,7 @@ T = TypeVar("T", bound=wire.Message)
 class ShmReceiver:
     """Copies a round's tensors out of memory that a `ShmSender` of the same host shares.
 
-    Mapped segments and views of them are kept between rounds; connections are not.
+    Mapped segments are kept between rounds; connections are not.
 
     Attributes:
         name: What the sender calls this reader in errors.
@@ -139,17 +140,15 @@ class ShmReceiver:
     ) -> StreamSummary:
         queue = CopyQueue(self._waker, self.progress, digest=kind)
         digests: list[int] = []
+        counted = 0
         for chunk in self._memory.chunks:
             ready = self._await(link, wire.Ready, stall)
             if ready.chunk != chunk.index:
                 raise Validation(f"chunk {ready.chunk} came where {chunk.index} was due")
             self._memory.place(chunk, ready)
-            if chunk.run is None or not self._copy_run(queue, chunk.run, destination):
-                for piece in chunk.pieces:
-                    self._copy(queue, piece, destination(piece.tensor), plan)
-                chunk.learn()
+            self._take(queue, chunk, targets_of(destination, chunk.tensors))
             value = queue.end_chunk()
-            self._copied, queue.copied = self._copied + queue.copied, 0
+            self._copied, counted = self._copied + queue.copied - counted, queue.copied
             if value != ready.digest:
                 raise _mismatch(chunk, ready.digest, value)
             if value is not None:
@@ -165,34 +164,30 @@ class ShmReceiver:
         self._send(link, wire.Complete(chunks=done.chunks, digest=digest), stall)
         return StreamSummary(nbytes=nbytes, chunks=done.chunks, digest=digest)
 
-    def _copy_run(
-        self, queue: CopyQueue, run: Run, destination: Callable[[int], torch.Tensor]
-    ) -> bool:
-        targets = [destination(index) for index in run.indices]
-        if not run.fits(0, targets) or not all(t.is_contiguous() and t.is_cpu for t in targets):
-            return False
-        raws = [] if queue.digest is None else [queue.digest.passing(t) for t in targets]
-        queue.add_run(run, 0, targets, run.views, raws)
-        return True
-
-    def _copy(self, queue: CopyQueue, piece: PieceViews, target: torch.Tensor, plan: Plan) -> None:
-        size = plan.sizes[piece.tensor]
-        if target.nbytes != size or not target.is_contiguous() or not target.is_cpu:
-            raise Validation(
-                f"the destination of tensor {piece.tensor} has {target.nbytes} bytes on "
-                f"{target.device} (contiguous: {target.is_contiguous()}), the plan {size}",
-                tensor=str(piece.tensor),
-            )
-        if not piece.nbytes:
-            if queue.digest is not None:
-                queue.add_bytes(piece.shared_bytes(queue.digest))
+    def _take(self, queue: CopyQueue, chunk: PlacedChunk, targets: list[torch.Tensor]) -> None:
+        found = addresses_of(targets, chunk.wholes)
+        if found is not None:
+            found[0] += chunk.start(0)
+            queue.move(found, chunk.addresses, chunk.nbytes, alone=not chunk.copied)
             return
-        view = piece.view_like(target)
-        if not piece.whole:
-            target = bytes_of(target).narrow(0, piece.start, piece.nbytes)
-        if queue.digest is not None:
-            queue.add_bytes(queue.digest.passing(target))
-        queue.add(target, view, piece.nbytes)
+        for at, target in enumerate(targets):
+            whole = chunk.wholes[at]
+            if target.nbytes != whole or not target.is_contiguous() or not target.is_cpu:
+                index = chunk.tensors[at]
+                raise Validation(
+                    f"the destination of tensor {index} has {target.nbytes} bytes on "
+                    f"{target.device} (contiguous: {target.is_contiguous()}), the plan {whole}",
+                    tensor=str(index),
+                )
+            start, nbytes = chunk.start(at), chunk.nbytes[at]
+            address = target.data_ptr() + start
+            if not nbytes:
+                queue.hash([address], [0])
+            elif nbytes == whole:
+                queue.copy(target, chunk.view_like(at, target), address)
+            else:
+                part = bytes_of(target).narrow(0, start, nbytes)
+                queue.copy(part, chunk.view_like(at, target), address)
 
     def _await(self, link: Link, kind: type[T], stall: float) -> T:
         while True:
@@ -292,8 +287,8 @@ def _close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
-def _mismatch(chunk: ChunkViews, sent: int | None, arrived: int | None) -> DigestMismatch:
-    first, last = chunk.pieces[0].tensor, chunk.pieces[-1].tensor
+def _mismatch(chunk: PlacedChunk, sent: int | None, arrived: int | None) -> DigestMismatch:
+    first, last = chunk.tensors[0], chunk.tensors[-1]
     return DigestMismatch(
         f"chunk {chunk.index} (tensors {first}..{last}) arrived with digest {arrived}, "
         f"it was sent with {sent}",

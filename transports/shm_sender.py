@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 class ShmSender:
     """Writes each chunk once, into memory that all readers of the host map.
 
-    What outlives rounds: the address, the token, the buffers, and the views of them for as long
-    as the plan stays the same. Connections are per round.
+    What outlives rounds: the address, the token, the buffers, and where in them things go for as
+    long as the plan stays the same. Connections are per round.
 
     Attributes:
         address, token: What a `ShmReceiver` needs. The token is a secret.
         progress: Bytes so far, for other threads to read.
     """
+
+    takes_parameters = True
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class ShmSender:
             self._round, self._nbytes = round, sum(plan.sizes)
             self._readers = Readers(self._waker, stall=stall)
             queue = CopyQueue(self._waker, self.progress, digest=self._kind)
-            self._writer = ChunkWriter(self._memory, self._readers, queue, plan.sizes)
+            self._writer = ChunkWriter(self._memory, self._readers, queue)
             greet = partial(self._memory.greet, plan=plan, digest=self._kind)
             self._readers.admit(self._listener, readers, self._judge, greet)
             self.progress.step(0)

@@ -50,8 +50,20 @@ class Progress:
         self.at = time.monotonic()
 
 
+def targets_of(
+    destination: Callable[[int], torch.Tensor], indices: Sequence[int]
+) -> list[torch.Tensor]:
+    """``destination(i)`` for all of these, at once where it has a method `many`."""
+    many: Callable[[Sequence[int]], list[torch.Tensor]] | None = getattr(destination, "many", None)
+    return list(map(destination, indices)) if many is None else many(indices)
+
+
 class Sender(Protocol):
-    """The trainer's half."""
+    """The trainer's half.
+
+    One that also takes tensors which require gradients (it only reads them) has an attribute
+    ``takes_parameters = True``: a model's tensors then reach it without a new object for each.
+    """
 
     progress: Progress
 
@@ -95,6 +107,9 @@ class Receiver(Protocol):
         stall: float,
     ) -> StreamSummary:
         """Fill ``destination(i)`` for every tensor `i` of the plan.
+
+        `destination` may have a method ``many(indices)``, which does the same for many of them,
+        and whose tensors may require gradients: nothing is recorded of what is written.
 
         `landed` is called with the indices that are complete (and verified, where digests are
         on), in plan order, each once.

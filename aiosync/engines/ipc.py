@@ -147,11 +147,15 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
 
     def _resident(self, feed: SourceFeed) -> dict[int, tuple[Any, int]]:
         """Handles of the tensors that workers can read where they are."""
-        resident = getattr(feed.source, "resident", None)
-        if not self.shared or resident is None:
+        if not self.shared:
             return {}
-        live: dict[str, torch.Tensor] = resident()
-        tensors = [live.get(meta.name) for meta in feed.metadata]
+        tensors: list[torch.Tensor | None]
+        if feed.plain is not None:
+            tensors = [*feed.plain]
+        else:
+            resident = getattr(feed.source, "resident", None)
+            live: dict[str, torch.Tensor] = {} if resident is None else resident()
+            tensors = [live.get(meta.name) for meta in feed.metadata]
         # Contiguous tensors of the announced sizes: they are told apart by their addresses.
         addresses = [-1 if tensor is None else tensor.data_ptr() for tensor in tensors]
         addresses += [storage.segment.fileno() for storage in self.shared]  # -1 once closed

@@ -18,7 +18,7 @@ from aiosync.config import WeightTransferUpdateInfo
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import ProtocolMismatch, Validation
 from aiosync.memory_plan import held_bytes, summarise
-from aiosync.metadata import from_wire, meta_nbytes, metadata_digest, to_wire
+from aiosync.metadata import from_wire, metadata_digest, sizes_of, to_wire
 from aiosync.source_pass import SourcePass
 from aiosync.streaming import stream_in, stream_out
 from aiosync.trainer import TrainerWeightTransferEngine
@@ -81,7 +81,7 @@ class StreamUpdateInfo(
 def plan_of(metadata: Sequence[ParamMeta], limit: int) -> Plan:
     """The chunk plan both sides make from the same metadata and buffer size."""
     return plan_chunks(
-        [meta_nbytes(meta) for meta in metadata],
+        sizes_of(metadata),
         [meta.dtype.itemsize for meta in metadata],
         limit=limit,
         rule=ALIGNED,
@@ -277,9 +277,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         receiver = self.receiver
         assert receiver is not None  # the machine is initialised
         self._bytes_before = receiver.progress.nbytes
-        metadata, plan = await self.lane.run(self._check_announced, update_info)
-        if isinstance(getattr(self.config, "sink", "staged"), str):
-            await self.lane.run(self.know_sink)  # not on the loop: it walks the whole model
+        metadata, plan = await self.lane.run(self._get_ready, update_info)
         sink = self.sink
         summary = await stream_in(
             receiver,
@@ -298,6 +296,12 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     ) -> None:
         """Open the sink for what was announced; on the lane, right before `receiver` is used."""
         sink.begin(metadata, aliases=info.aliases)
+
+    def _get_ready(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
+        checked = self._check_announced(info)
+        if isinstance(getattr(self.config, "sink", "staged"), str):
+            self.know_sink()  # not on the loop: it may walk the whole model
+        return checked
 
     def _check_announced(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
         known = self._known

@@ -20,6 +20,7 @@ from aiohttp import web
 
 import aiosync
 from benchmarks import layouts
+from benchmarks.broadcast import Group
 from benchmarks.ring import Ring, checksum, copy_from
 
 if TYPE_CHECKING:
@@ -39,14 +40,23 @@ class Peer:
         self._flat: torch.Tensor | None = None
         self._model: nn.Module | None = None
         self._ring: Ring | None = None
+        self._group: Group | None = None
 
     async def open(
-        self, *, layout: str, nbytes: int, tensors: int, sink: str, verify: str, tcp: bool
+        self,
+        *,
+        layout: str,
+        nbytes: int,
+        tensors: int,
+        sink: str,
+        verify: str,
+        tcp: bool,
+        backend: str = "ipc",
     ) -> dict[str, Any]:
         """A fresh model, a worker engine for it, and its server."""
         await self.close()
         self._flat, self._model = layouts.build(layout, nbytes, tensors, trains=False)
-        config = aiosync.WeightTransferConfig("ipc", sink=sink, verify=verify)
+        config = aiosync.WeightTransferConfig(backend, sink=sink, verify=verify)
         engine = aiosync.WeightTransferEngineFactory.create_engine(
             config, None, torch.device("cpu"), self._model, name="worker"
         )
@@ -58,7 +68,7 @@ class Peer:
     async def close(self) -> dict[str, Any]:
         await self._worker.aclose()
         self._worker = AsyncExitStack()
-        self._flat = self._model = self._ring = None
+        self._flat = self._model = self._ring = self._group = None
         return {}
 
     async def checksum(self) -> dict[str, Any]:
@@ -76,6 +86,17 @@ class Peer:
         """Plain copies from shared memory into the model."""
         seconds = await asyncio.to_thread(copy_from, source, self._bytes(), piece)
         return {"seconds": seconds}
+
+    async def join(self, *, port: int) -> dict[str, Any]:
+        """The other end of a raw group."""
+        self._group = await asyncio.to_thread(Group, port, 1)
+        return {}
+
+    async def take(self) -> dict[str, Any]:
+        """The receiving half of `Group.move`."""
+        assert self._group is not None, "join comes first"
+        await asyncio.to_thread(self._group.move, self._bytes())
+        return {}
 
     async def bare(self, *, tcp: bool) -> dict[str, Any]:
         """A server that does nothing but parse a body and answer as many bytes as it is told."""

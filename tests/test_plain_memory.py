@@ -1,0 +1,125 @@
+"""Copies by address: the same bytes as tensor by tensor, and only of what is plain memory."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from transports.copy_team import LEAST_NBYTES, copy_together
+from transports.plain_memory import BLOCK_NBYTES, addresses_of, blocks, bytes_at, spans
+
+
+def pieces(*sizes: int, apart: int = 0) -> list[torch.Tensor]:
+    memory = torch.randint(0, 256, (sum(sizes) + apart * len(sizes) + 1,), dtype=torch.uint8)
+    found, at = [], 0
+    for size in sizes:
+        found.append(memory[at : at + size])
+        at += size + apart
+    return found
+
+
+def sizes_of(tensors):
+    return [tensor.nbytes for tensor in tensors]
+
+
+def addresses(tensors):
+    found = addresses_of(tensors, sizes_of(tensors))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("apart", [0, 1], ids=["side by side", "apart"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(3, 5, 7), (0, 4, 0, 0, 9), (BLOCK_NBYTES,) * 3, (BLOCK_NBYTES * 2 + 1, 1), (1,) * 100],
+    ids=["small", "with empty ones", "blocks", "large", "many"],
+)
+def test_everything_arrives_and_nothing_else_is_touched(sizes, apart):
+    sources, targets = pieces(*sizes), pieces(*sizes, apart=apart)
+    around = targets[0]._base.clone()
+    written = list(blocks(addresses(targets), addresses(sources), sizes))
+    assert sum(size for _, _, size in written) == sum(sizes)
+    assert max(size for _, _, size in written) <= BLOCK_NBYTES
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(source, target)
+    after = targets[0]._base.clone()
+    for target in targets:  # what lies between and behind them
+        start = target.storage_offset()
+        after[start : start + len(target)] = around[start : start + len(target)] = 0
+    assert torch.equal(after, around)
+
+
+def test_only_what_is_adjacent_on_both_sides_moves_as_one():
+    assert list(spans([0, 4, 8], [100, 104, 108], [4, 4, 4])) == [(0, 100, 12)]
+    assert list(spans([0, 4, 9], [100, 104, 108], [4, 4, 4])) == [(0, 100, 8), (9, 108, 4)]
+    assert list(spans([0, 4], [104, 100], [4, 4])) == [(0, 104, 4), (4, 100, 4)]
+    assert list(spans([0, 77, 4], [100, 0, 104], [4, 0, 4])) == [(0, 100, 8)]
+    assert list(spans([], [], [])) == []
+
+
+class Other(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4, 4).t(),
+        torch.zeros(1).expand(4),
+        torch.zeros(4, dtype=torch.complex64).conj(),
+        torch.zeros(4, dtype=torch.complex64).conj().imag[::2],
+        torch._neg_view(torch.zeros(4)),
+        torch.zeros(4, device="meta"),
+        torch.zeros(4).to_sparse(),
+        torch.zeros(4).as_subclass(Other),
+    ],
+    ids=["turned", "expanded", "conjugated", "strided", "negated", "meta", "sparse", "subclass"],
+)
+def test_what_is_not_plain_has_no_address(tensor):
+    good = torch.zeros(4)
+    assert addresses_of([good], [16]) == [good.data_ptr()]
+    assert addresses_of([good, tensor], [16, tensor.numel() * tensor.itemsize]) is None
+
+
+def test_a_tensor_of_another_size_has_no_address():
+    assert addresses_of([torch.zeros(4), torch.zeros(3)], [16, 16]) is None
+
+
+def test_bytes_at_an_address_are_the_tensors_own():
+    tensor = torch.arange(4, dtype=torch.int32)
+    raw = bytes_at(tensor.data_ptr(), tensor.nbytes)
+    raw[4] = 9
+    assert tensor.tolist() == [0, 9, 2, 3]
+    assert bytes_at(0, 0).numel() == 0
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 64])
+@pytest.mark.parametrize("apart", [0, 1], ids=["side by side", "apart"])
+def test_several_cores_copy_what_one_does(monkeypatch, cores, apart):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    sizes = (LEAST_NBYTES // 2 + 13, 0, 5, LEAST_NBYTES // 2, 7)
+    sources, targets = pieces(*sizes), pieces(*sizes, apart=apart)
+    noted = []
+    copy_together(addresses(targets), addresses(sources), sizes, note=noted.append)
+    assert sum(noted) == sum(sizes)
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(source, target)
+
+
+def test_helpers_have_ended_when_a_copy_is_given_up(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+    sources, targets = pieces(LEAST_NBYTES), pieces(LEAST_NBYTES)
+
+    def give_up(_):
+        raise RuntimeError("told to stop")
+
+    with pytest.raises(RuntimeError, match="told to stop"):
+        copy_together(addresses(targets), addresses(sources), (LEAST_NBYTES,), note=give_up)
+    assert not [thread for thread in threading.enumerate() if thread.name == "copy"]
+
+
+def test_nothing_to_copy_is_fine():
+    copy_together([], [], [])
+    copy_together([1], [2], [0])

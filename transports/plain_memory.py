@@ -1,0 +1,96 @@
+"""Tensors as plain memory: addresses, and copies between them with neighbours together.
+
+A model has tens of thousands of tensors, and a call of torch for each of them takes as long as
+moving its bytes. Contiguous CPU tensors are bytes at an address: those that lie side by side on
+both ends of a copy move as one, and the others cost one plain call each. Nothing here looks at what
+an address belongs to. Callers check sizes, and hold the tensors while their addresses are in use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+BLOCK_NBYTES = 512 << 10
+"""Copied at once: source and target fit into a core's own cache, for what reads them next."""
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_STRIDED = frozenset({torch.strided})
+_LAYOUT: Callable[[torch.Tensor], torch.layout] = attrgetter("layout")
+_IS_CPU: Callable[[torch.Tensor], bool] = attrgetter("is_cpu")
+_NBYTES: Callable[[torch.Tensor], int] = attrgetter("nbytes")
+
+
+def addresses_of(tensors: Sequence[torch.Tensor], nbytes: Sequence[int]) -> list[int] | None:
+    """Where the bytes of all these tensors lie; None where one is not plain memory of its size.
+
+    Plain: on the CPU, contiguous, no subclass, no lazy conjugation or negation. An empty tensor
+    has some address or other.
+    """
+    if (
+        _PLAIN.issuperset(map(type, tensors))
+        and _STRIDED.issuperset(map(_LAYOUT, tensors))
+        and all(map(_IS_CPU, tensors))
+        and all(map(torch.Tensor.is_contiguous, tensors))
+        and not any(map(torch.Tensor.is_neg, tensors))
+        and not any(map(torch.Tensor.is_conj, tensors))
+        and list(map(_NBYTES, tensors)) == nbytes
+    ):
+        return list(map(torch.Tensor.data_ptr, tensors))
+    return None
+
+
+def spans(
+    targets: Sequence[int], sources: Sequence[int], nbytes: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """These copies (to, from, how much), with neighbours on both sides made one."""
+    target = source = length = 0
+    for to, out_of, size in zip(targets, sources, nbytes, strict=True):
+        if to == target + length and out_of == source + length:
+            length += size
+        elif size:
+            if length:
+                yield target, source, length
+            target, source, length = to, out_of, size
+    if length:
+        yield target, source, length
+
+
+def blocks(
+    targets: Sequence[int], sources: Sequence[int], nbytes: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Make these copies a block at a time, without the GIL; yields each (to, from, how much)."""
+    move = ctypes.memmove
+    for target, source, length in spans(targets, sources, nbytes):
+        if length <= BLOCK_NBYTES:
+            move(target, source, length)
+            yield target, source, length
+            continue
+        for start in range(0, length, BLOCK_NBYTES):
+            size = min(BLOCK_NBYTES, length - start)
+            move(target + start, source + start, size)
+            yield target + start, source + start, size
+
+
+def chars_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """The bytes there as a buffer, which keeps nothing alive."""
+    return _array(nbytes).from_address(address)
+
+
+def bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    """The bytes there as a 1-d uint8 tensor, which keeps nothing alive."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(chars_at(address, nbytes), dtype=torch.uint8)
+
+
+@lru_cache(maxsize=1024)
+def _array(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * nbytes
