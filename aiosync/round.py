@@ -78,6 +78,7 @@ class Round:
         self.links: list[MemberLink] = []
         """The members; those of the engine from this round's turn on."""
         self.sent_finish = False
+        self._is_sending = False
         self.agreed: Report | None = None
         """A report that stands for this round: rank 0's, or that of an inner or repeated one."""
         self._waiting = anyio.CancelScope()
@@ -87,7 +88,7 @@ class Round:
     @property
     def nbytes(self) -> int:
         """Payload bytes taken from the source so far."""
-        return self.engine.sent_bytes() if self.turn.is_set() else 0
+        return self.engine.sent_bytes() if self._is_sending else 0
 
     @property
     def elapsed(self) -> float:
@@ -282,6 +283,7 @@ class Round:
                 group.cancel_scope.cancel()
 
         async def data() -> None:
+            self._is_sending = True
             self.summary = await self.engine.transmit(self)
 
         await run_legs(control, data, linger=self.budget.cleanup / 4)
