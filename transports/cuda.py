@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-FIRST_NAP_S = 0.0002
+FIRST_NAP_S = 0.0001
 LONGEST_NAP_S = 0.001
 _LONGEST_GUESS_S = 0.02
-_GROWTH = 1.5
+_SHARE = 0.05
 _URGENT = -1  # of CUDA's priorities: lower comes first
 
 _DTYPE: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
@@ -169,7 +169,7 @@ class _Naps:
         self._limit = limit
         self._end = None if limit is None else time.monotonic() + limit
         self._due = expected
-        self._nap = FIRST_NAP_S
+        self._began = time.monotonic()
 
     def next(self) -> float:
         if self._end is not None and time.monotonic() >= self._end:
@@ -177,8 +177,9 @@ class _Naps:
         if self._due > FIRST_NAP_S:
             due, self._due = self._due, 0.0
             return min(due, _LONGEST_GUESS_S)
-        nap, self._nap = self._nap, min(self._nap * _GROWTH, LONGEST_NAP_S)
-        return nap
+        # A share of what it took so far: never much later than the device, and seldom asked.
+        share = (time.monotonic() - self._began) * _SHARE
+        return min(max(share, FIRST_NAP_S), LONGEST_NAP_S)
 
 
 def copy_form(dtype: torch.dtype, *, aligned: bool = True) -> torch.dtype | None:

@@ -65,9 +65,9 @@ def pointer_copies(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        _kernel(device)
-        copy = PointerCopy([24], device)
+        # The tensor first: a thread that has not used the device yet can load no kernel.
         source = torch.arange(24, dtype=torch.uint8, device=device)
+        copy = PointerCopy([24], device)
         target = torch.zeros_like(source)
         copy([target.data_ptr()], [source.data_ptr()])
         return bool(torch.equal(source, target))
