@@ -27,13 +27,20 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """Reader's first word. `resident` is the table of handles that it has."""
+    """Reader's first word. `resident` is the table of handles that it has.
+
+    A reader of device memory also says on which device (`device`), whose memory it can open
+    (`visible`), and the highest number of the allocations that it has (`known`).
+    """
 
     token: Label
     round: int
     reader: Label
     segments: Annotated[tuple[Label, ...], msgspec.Meta(max_length=256)] = ()
     resident: Label = ""
+    device: Label = ""
+    visible: Annotated[tuple[Label, ...], msgspec.Meta(max_length=256)] = ()
+    known: Count = 0
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
@@ -126,15 +133,16 @@ def failed(error: BaseException) -> bytes:
 
 def decode_to_sender(payload: bytes, *, peer: str) -> ToSender:
     """Raises `Validation` for anything but a well-formed message of our protocol."""
-    return _decode(_TO_SENDER, payload, peer)
+    return decode(_TO_SENDER, payload, peer)
 
 
 def decode_to_reader(payload: bytes, *, peer: str) -> ToReader:
     """Raises `Validation` for anything but a well-formed message of our protocol."""
-    return _decode(_TO_READER, payload, peer)
+    return decode(_TO_READER, payload, peer)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[M], payload: bytes, peer: str) -> M:
+def decode(decoder: msgspec.msgpack.Decoder[M], payload: bytes, peer: str) -> M:
+    """Raises `Validation` for what is none of the decoder's messages, or of another protocol."""
     try:
         message = decoder.decode(payload)
     except (msgspec.DecodeError, RecursionError) as error:

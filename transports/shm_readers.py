@@ -151,7 +151,7 @@ class Readers:
     def announce(self, ready: wire.Ready) -> None:
         """Tell all readers of a chunk; does not wait."""
         self._announced += 1
-        self._post(wire.encode(ready))
+        self.post(wire.encode(ready))
         now = time.monotonic()
         for reader in self.readers:
             reader.owes = reader.owes or now
@@ -170,7 +170,7 @@ class Readers:
             DigestMismatch: One of them counts or hashes differently.
         """
         self._done = True
-        self._post(wire.encode(done))
+        self.post(wire.encode(done))
         now = time.monotonic()
         for reader in self.readers:
             reader.owes = reader.owes or now
@@ -186,7 +186,7 @@ class Readers:
     def keep_alive(self) -> None:
         """Let readers know that the trainer is at work, if it has been silent for long."""
         if time.monotonic() >= self._said + self._beat:
-            self._post(wire.encode(wire.Alive()))
+            self.post(wire.encode(wire.Alive()))
 
     def _wait(self, behind: list[Reader]) -> None:
         deadlines = {r: max(r.heard, r.owes or r.heard) + self._stall for r in behind}
@@ -230,7 +230,8 @@ class Readers:
             case _:
                 raise Validation(f"unexpected {message} from {reader.name}", replica=reader.name)
 
-    def _post(self, payload: bytes) -> None:
+    def post(self, payload: bytes) -> None:
+        """Send all readers a message; does not wait."""
         self._said = time.monotonic()
         for reader in self.readers:
             if reader.complete is None:
