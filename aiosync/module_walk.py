@@ -35,7 +35,7 @@ def named_members(module: nn.Module) -> tuple[_Named, _Named]:
     parameters: _Named = {}
     buffers: _Named = {}
     own = module.__dict__.keys() & set(_WALKED)
-    if not own and _walks_plainly(type(module)):  # type: ignore[arg-type] # a class is hashable
+    if not own and walks_plainly(type(module)):  # type: ignore[arg-type] # a class is hashable
         _add(module, "", parameters, buffers)
         if _collect(module, "", parameters, buffers):
             return parameters, buffers
@@ -54,7 +54,7 @@ def _collect(module: nn.Module, prefix: str, parameters: _Named, buffers: _Named
             continue
         kind = type(child)
         if kind is not known:  # neighbours are mostly of one class
-            if not _walks_plainly(kind):  # type: ignore[arg-type] # a class is hashable
+            if not walks_plainly(kind):  # type: ignore[arg-type] # a class is hashable
                 return False
             known = kind
         path = f"{prefix}{name}."
@@ -83,7 +83,7 @@ def _add_buffers(module: nn.Module, prefix: str, buffers: _Named) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _walks_plainly(cls: type) -> bool:
+def walks_plainly(cls: type) -> bool:
     return all(getattr(cls, name, None) is getattr(nn.Module, name) for name in _WALKED)
 
 

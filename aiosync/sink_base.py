@@ -231,6 +231,11 @@ class Sink(ABC):
     def release(self) -> None:  # noqa: B027 -- most kinds of sink have nothing to give back
         """Give spare memory back. Also for when an aborted round's writer may still be writing."""
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether this round's destinations are there anyway, however many are asked for."""
+        return False
+
     @abstractmethod
     def memory(self, metadata: Sequence[ParamMeta]) -> int:
         """Bytes a round of this announcement needs beside the model."""

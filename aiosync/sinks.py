@@ -9,9 +9,10 @@ from aiosync.crash_marker import CrashMarker
 from aiosync.errors import Validation
 from aiosync.layerwise import LayerwiseSink
 from aiosync.metadata import meta_nbytes
+from aiosync.same_copies import SameCopies
 from aiosync.sink_base import Sink
 from aiosync.spare import Arena, needed_memory
-from aiosync.targets import Writes, model_tensors, note_written, write, write_plain
+from aiosync.targets import Writes, model_tensors, note_written, write
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
@@ -50,13 +51,19 @@ class StagedSink(Sink):
         self._staged: dict[int, torch.Tensor] = {}
         self._views: list[torch.Tensor] = []
         self._has_all = False
+        self._swap: SameCopies | None = None
 
     def memory(self, metadata: Sequence[ParamMeta]) -> int:
         return needed_memory(metadata)
 
     def release(self) -> None:
         self._staged, self._views = {}, []
+        self._swap = None
         self._arena.release()
+
+    @property
+    def takes_all(self) -> bool:
+        return self._has_all
 
     def _prepare(self, metadata: list[ParamMeta], found: Destinations) -> None:
         if isinstance(found.writes, Writes) and found.writes.are_single:
@@ -99,7 +106,9 @@ class StagedSink(Sink):
         writes = self._found.writes
         if self._has_all and isinstance(writes, Writes) and writes.device is not None:
             self._tear()
-            write_plain(writes.plain(0, len(writes)), self._views)
+            if self._swap is None:
+                self._swap = SameCopies()
+            self._swap(writes.plain(0, len(writes)), self._views)
             return
         copies = [
             (target, self._handed[index])
@@ -126,6 +135,10 @@ class InPlaceSink(Sink):
         known = {} if self._loader is not None else model_tensors(self.model).tensors
         indirect = [m for m in metadata if m.name not in known or not self._direct(known[m.name])]
         return max(map(meta_nbytes, indirect), default=0)
+
+    @property
+    def takes_all(self) -> bool:
+        return self._plain is not None
 
     def _prepare(self, metadata: list[ParamMeta], found: Destinations) -> None:
         del metadata

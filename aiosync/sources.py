@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
+from aiosync.glance import Glance, in_order, places_in
 from aiosync.metadata import first_few, layer_runs
 from aiosync.module_layout import (
     compact,
@@ -168,6 +169,9 @@ class ModuleSource(WeightSource):
         self.buffers = buffers
         self.is_async = opens_async(session)
         self._seen: dict[str, torch.Tensor] | None = None
+        self._glance: tuple[Glance, list[int] | None, list[int]] | None = None
+        self._glanced: list[torch.Tensor] | None = None
+        self._was_plain = False
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
@@ -189,10 +193,17 @@ class ModuleSource(WeightSource):
         Called before each round. With a session the module is looked at only inside of it: there
         a pass over a changed module raises `Validation`, and the round after that one sends it.
         """
-        self._seen = None
+        self._seen = self._glanced = None
         known = self.__dict__.get("_layout")
         if known is None or self.session is not None:
             return
+        if self._glance is not None:
+            glance, order, addresses = self._glance
+            tensors = glance.look()
+            if tensors is not None:
+                self._glanced = in_order(tensors, order)[: len(addresses)]
+                return
+            self._glance = None
         live = live_tensors(self.module)
         if known.outline.holds(live):
             self._seen = live
@@ -201,7 +212,7 @@ class ModuleSource(WeightSource):
 
     def forget_tensors(self) -> None:
         """Let go of what `notice_changes` has seen: the round is over."""
-        self._seen = None
+        self._seen = self._glanced = None
 
     def iter_full(self) -> Pairs:
         return self._each(full_piece)
@@ -240,6 +251,8 @@ class ModuleSource(WeightSource):
         """
         if not self._is_plain or self.dtype is not None:
             return None
+        if self._glanced is not None:
+            return self._glanced
         # What this round's `notice_changes` has just walked is not walked again.
         live, self._seen = self._seen, None
         layout = self._layout
@@ -254,7 +267,22 @@ class ModuleSource(WeightSource):
             and same([meta.shape for meta in metadata], map(SHAPE, tensors))
             and are_plain(tensors)
         )
-        return tensors if is_as_announced else None
+        if not is_as_announced:
+            return None
+        if self._was_plain:  # it seems to stay as it is
+            glance = Glance.of(self.module, live)
+            order = places_in(live, list(layout.keys.values()))
+            if glance is not None:
+                addresses = in_order(glance.addresses, order)[: len(tensors)]
+                self._glance = (glance, order, addresses)
+        self._was_plain = True
+        return tensors
+
+    @property
+    def plain_addresses(self) -> list[int] | None:
+        """Where `plain_tensors` are, if that is known; the same list until one is elsewhere."""
+        known = self._glance is not None and self._glanced is not None
+        return self._glance[2] if known and self._glance is not None else None
 
     @property
     def _is_plain(self) -> bool:
@@ -336,6 +364,7 @@ class ModuleSource(WeightSource):
         return Validation(text, tensor=min(gone or names, default=None))
 
     def _forget(self) -> None:
+        self._glance, self._was_plain = None, False
         for name in ("metadata", "_layout"):
             self.__dict__.pop(name, None)
 

@@ -10,13 +10,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import Coverage, Validation
+from aiosync.glance import Glance, in_order, places_in
 from aiosync.metadata import dtype_name, first_few
 from aiosync.module_layout import compact, is_dtensor
 from aiosync.module_walk import DEVICE, DTYPE, SHAPE, are_plain, named_members, same
 from aiosync.overlaps import check_disjoint, lie_apart, overlaps_itself, span_of
 from aiosync.places import Places, region_of
-from transports.copy_team import copy_together
-from transports.plain_memory import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -91,6 +90,13 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
         self._more = {i: [tensors[name] for name in group] for i, group in names.more.items()}
         self.device = device
 
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor], device: torch.device | None) -> Writes:
+        """One tensor for each position."""
+        made = cls(Names(()), {}, device)
+        made._single = tensors
+        return made
+
     def __len__(self) -> int:
         return len(self._single)
 
@@ -144,10 +150,11 @@ class Matcher:
     It keeps names and addresses, never tensors: memory that the model gives up is free at once.
     """
 
-    __slots__ = ("_device", "_key", "_match", "_places")
+    __slots__ = ("_device", "_glance", "_key", "_match", "_places")
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
+        self._glance: tuple[Glance, list[int] | None] | None = None
         self._places: Places | None = None
         self._device: torch.device | None = None  # see `Writes`
         self._match = _Match(Names([]), [], [], 0)
@@ -168,6 +175,9 @@ class Matcher:
             Validation: A shape or dtype differs, or a destination cannot be written (meta, lazy,
                 sharded, sharing memory with another one).
         """
+        glanced = self._at_a_glance(metadata, aliases, partial=partial)
+        if glanced is not None:
+            return glanced
         found = model_tensors(model)
         tensors = found.tensors
         key = (metadata, dict(aliases), partial, found.required)
@@ -176,8 +186,29 @@ class Matcher:
             self._match = _matched(found, metadata, aliases, partial=partial)
             self._key, self._places = key, Places(tensors)
             self._device = _common_device(self._match.names, tensors)
+        elif self._device is not None:  # it seems to stay as it is
+            glance = Glance.of(model, tensors)
+            order = places_in(tensors, self._match.names.single)
+            self._glance = None if glance is None else (glance, order)
         names, ties, left_out, skipped = self._match
         return Destinations(Writes(names, tensors, self._device), ties, left_out, skipped)
+
+    def _at_a_glance(
+        self, metadata: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool
+    ) -> Destinations | None:
+        """What `find` found last, if everything is as it was; quickly."""
+        if self._glance is None or self._key is None:
+            return None
+        glance, order = self._glance
+        tensors = None
+        if self._key[:3] == (metadata, dict(aliases), partial):
+            tensors = glance.look()
+        if tensors is None:
+            self._glance = None
+            return None
+        writes = Writes.of(in_order(tensors, order)[: len(metadata)], self._device)
+        _, ties, left_out, skipped = self._match
+        return Destinations(writes, ties, left_out, skipped)
 
 
 def _common_device(names: Names, tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
@@ -360,17 +391,6 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for device in {key[1] for key in batches if key[1].type == "cuda"}:
         # Not the device: a transfer that runs beside this may wait for its peer.
         torch.cuda.current_stream(device).synchronize()
-
-
-def write_plain(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """`write` for targets that are `Writes.plain`, and sources of the same dtypes and shapes."""
-    nbytes = [tensor.nbytes for tensor in targets]
-    into, out_of = addresses_of(targets, nbytes), addresses_of(sources, nbytes)
-    if into is None or out_of is None:
-        write(zip(targets, sources, strict=True))
-        return
-    copy_together(into, out_of, nbytes)
-    note_written(targets)
 
 
 def note_written(tensors: list[torch.Tensor]) -> None:

@@ -503,7 +503,7 @@ def test_staged_marks_the_weights_torn_while_it_copies(monkeypatch):
         list(blocks(targets[:1], sources[:1], nbytes[:1]))
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr("aiosync.targets.copy_together", copy)
+    monkeypatch.setattr("aiosync.same_copies.copy_together", copy)
     sent = {"a": torch.ones(2), "b": torch.ones(2)}
     with pytest.raises(RuntimeError, match="device lost"):
         update(sink, sent)
