@@ -81,6 +81,10 @@ class MemberLink:
         """Worker ranks behind this member: each is a reader of its own."""
         return self.peer.world_size if self.peer is not None else 1
 
+    def has_verified(self, round: int) -> bool:
+        """Whether its last answer says that all of the round is there, and right."""
+        return self.peer is not None and self.peer.detail.get("verified") == round
+
     def supports(self, feature: str) -> bool:
         return feature in self.capabilities.features and hasattr(self.client, _METHOD[feature])
 

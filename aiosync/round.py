@@ -277,6 +277,8 @@ class Round:
         payload = self.engine.update_payload(self)
 
         async def control() -> None:
+            if payload is None:
+                return  # the data leg makes these calls as it goes
             async with anyio.create_task_group() as group:
                 group.start_soon(watch_stall, self)
                 await self._all("update_weights", payload)
@@ -291,7 +293,11 @@ class Round:
         self.engine.machine.fire(Trigger.UPDATE, **self.facts())
 
     async def _prepare(self) -> None:
-        ready = [link for link in self.links if link.supports("prepare")]
+        ready = [
+            link
+            for link in self.links
+            if link.supports("prepare") and not link.has_verified(self.number)
+        ]
         await self._all("prepare_weight_update", links=ready)
 
     async def _finish(self) -> None:

@@ -73,6 +73,7 @@ class _Into:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
+        self.takes_all = sink.takes_all
         self.many = sink.destinations
 
     def __call__(self, index: int) -> torch.Tensor:
@@ -98,7 +99,9 @@ async def stream_in(
 
     def drive() -> StreamSummary:
         prepare()
-        return receiver.receive(plan, _Into(sink), sink.landed, round=round, stall=stall)
+        summary = receiver.receive(plan, _Into(sink), sink.landed, round=round, stall=stall)
+        sink.verify()  # all of a round is in one stream
+        return summary
 
     try:
         return await lane.run(drive, abort=abort, grace=grace)

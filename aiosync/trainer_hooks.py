@@ -61,8 +61,8 @@ class TrainerHooks(ABC, Generic[Init]):
         """Cut the announced tensors into chunks; on the lane, kept until the metadata changes."""
         raise NotImplementedError(f"{type(self).__name__} has no plan")
 
-    def update_payload(self, round: Round) -> dict[str, Any]:
-        """The update info of this round."""
+    def update_payload(self, round: Round) -> dict[str, Any] | None:
+        """The update info of this round; None where `transmit` makes the update calls itself."""
         raise NotImplementedError(f"{type(self).__name__} must override send_weights")
 
     async def transmit(self, round: Round) -> StreamSummary:

@@ -92,7 +92,7 @@ class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Upda
     defers_processing: ClassVar[bool] = False
     reusable_after_abort: ClassVar[bool] = False
     """Whether the channel can carry another round after one was given up."""
-    landing_device: ClassVar[str | None] = None
+    landing_device: str | None = None
     """Where the backend's bytes arrive; None: on the engine's own device."""
     one_update: ClassVar[bool] = False
     """Whether a round has one payload; the same one again is answered with its outcome."""
@@ -316,6 +316,17 @@ class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Upda
         self.cycle.sink = sink
         return sink
 
+    def drop_sinks(self) -> None:
+        """Make new sinks for later rounds; between rounds only."""
+        for sink in self._sinks.values():
+            sink.release()
+        self._sinks.clear()
+
+    @property
+    def has_sink(self) -> bool:
+        """Whether the model's sink is made already."""
+        return id(self.model) in self._sinks
+
     def know_sink(self) -> Sink:
         """The model's sink, made if there is none yet; does not make the round use it."""
         sink = self._sinks.get(id(self.model))
@@ -352,9 +363,7 @@ class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Upda
 
     def free(self) -> None:
         self.close_lane()
-        for sink in self._sinks.values():
-            sink.release()  # spare memory as large as the model
-        self._sinks.clear()
+        self.drop_sinks()  # with spare memory as large as the model
 
     def close_lane(self) -> None:
         """Let the thread end after its last call."""

@@ -6,7 +6,6 @@ the same: with tens of thousands of tensors an object for each would cost more t
 
 from __future__ import annotations
 
-from itertools import repeat
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -64,9 +63,9 @@ class PlacedChunk:
         self.resident: list[bool] | None = None
         if any(self._homes):
             self.resident = [home is not None for home in self._homes]
-        self.copied = any(
+        self.copied = self.resident is None or any(
             nbytes and not is_there
-            for nbytes, is_there in zip(self.nbytes, self.resident or repeat(False))  # noqa: B905
+            for nbytes, is_there in zip(self.nbytes, self.resident, strict=True)
         )
         self._segment: Segment | None = None
         self.base = 0

@@ -103,8 +103,8 @@ class Frames:
         return self.frame(index)[: self.sections[index].packed_nbytes]
 
     def address(self, index: int) -> int:
-        """Where a section's frame begins; 0 where it has none."""
-        return self.frame(index).data_ptr()
+        """Where a section's frame begins; it has packed bytes."""
+        return self._buffers[self.buffer_of(index)].data_ptr()
 
     def view(self, index: int, part: Part, like: torch.Tensor) -> torch.Tensor:
         """A small tensor's place in its frame, with the dtype and shape of `like`."""

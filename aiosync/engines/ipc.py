@@ -1,21 +1,29 @@
-"""Backend ``ipc``: trainer and workers on one host, the bytes in shared memory.
+"""Backend ``ipc``: trainer and workers on one host, the bytes in memory that both sides map.
 
-CPU tensors travel through anonymous shared memory (`transports.shared_memory`): every chunk is
-written once and read by all workers. ``packed=True`` streams through a ring of buffers;
-``packed=False`` gives every tensor a place of its own in one segment as large as the model. Tensors
-that live in memory made by `share_tensors` are read in place in both forms.
+Where the workers' models are says which memory that is. For models on a GPU it is the trainer's own
+device memory (`transports.device_sender`): parameters are exported once, mapped once, and copied by
+the workers in each round; whatever else a source yields goes through buffers on the device.
+
+For models on the CPU, and where the trainer sees no GPU, tensors travel through anonymous shared
+memory (`transports.shared_memory`): every chunk is written once and read by all workers.
+``packed=True`` streams through a ring of buffers; ``packed=False`` gives every tensor its own place
+in one segment as large as the model. Tensors that live in memory made by `share_tensors` are read
+in place in both forms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
+import torch
 
 from aiosync.config import TrainerInitInfo, WeightTransferInitInfo, check_count
 from aiosync.defaults import DEFAULTS
+from aiosync.engines import ipc_stock
+from aiosync.engines.ipc_device import check_devices, open_memory, own_device
 from aiosync.engines.streamed import (
     BUFFER_LIMITS,
     BufferSize,
@@ -24,17 +32,24 @@ from aiosync.engines.streamed import (
     StreamUpdateInfo,
 )
 from aiosync.errors import Validation
+from transports.cuda import mark_current
+from transports.device_receiver import DeviceReceiver
+from transports.device_sender import DeviceSender
+from transports.digest import WSUM64
 from transports.shared_memory import ShmReceiver, ShmSender
 from transports.sharing import SharedStorage, share_tensors
+from transports.tuple_sender import TupleSender
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from aiosync.feed import SourceFeed
     from aiosync.members import MemberLink
-    from transports.stream import Receiver, Sender
+    from aiosync.messages import PeerState
+    from aiosync.round import Round
+    from transports.device_memory import DeviceMemory
+    from transports.planning import Plan
+    from transports.stream import Receiver, Sender, StreamSummary
 
 __all__ = [
     "IPCTrainerInitInfo",
@@ -57,6 +72,7 @@ class IPCTrainerInitInfo(TrainerInitInfo):
         packed_buffer_size_bytes: Size of one buffer, at least 64.
         packed_num_buffers: Buffers in the ring; 2 overlap the two sides.
         shared: What `share_tensors` returned, for tensors the workers read in place.
+        device: Where the buffers for workers on GPUs are; None: the current CUDA device.
         lease_s: Silence of this trainer that a worker's open round survives; None: the default.
         lineage: Name of this training run; None: random.
     """
@@ -66,6 +82,7 @@ class IPCTrainerInitInfo(TrainerInitInfo):
     packed_buffer_size_bytes: int = DEFAULTS.buffer_bytes
     packed_num_buffers: int = DEFAULTS.buffers
     shared: Sequence[SharedStorage] = field(default=(), kw_only=True)
+    device: Any = field(default=None, kw_only=True)
     lease_s: float | None = field(default=None, kw_only=True)
     lineage: str | None = field(default=None, kw_only=True)
 
@@ -73,9 +90,13 @@ class IPCTrainerInitInfo(TrainerInitInfo):
 class IPCWeightTransferInitInfo(
     msgspec.Struct, WeightTransferInitInfo, kw_only=True, forbid_unknown_fields=True
 ):
-    """Worker side: where the trainer's doorbell is, and what both sides must agree on."""
+    """Worker side: where the trainer's doorbell is, and what both sides must agree on.
+
+    `form` says whose memory is mapped: ``"shm"`` shared memory, ``"cuda"`` the trainer's GPU's.
+    """
 
     packed: bool = False
+    form: Literal["shm", "cuda"] = "shm"
     address: str
     token: str
     reader: str
@@ -102,6 +123,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         packed_buffer_size_bytes: int = DEFAULTS.buffer_bytes,
         packed_num_buffers: int = DEFAULTS.buffers,
         shared: Sequence[SharedStorage] = (),
+        device: Any = None,
         **options: Any,
     ) -> None:
         check_count("packed_buffer_size_bytes", packed_buffer_size_bytes, *BUFFER_LIMITS)
@@ -120,8 +142,42 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
             if not isinstance(storage, SharedStorage):
                 raise Validation(f"shared holds {storage!r}, which share_tensors did not return")
         self._places: tuple[SourceFeed, list[int], dict[int, tuple[Any, int]]] | None = None
+        self._device = device
+        self._on_gpus = self._is_stock = False
+        self._memory: DeviceMemory | None = None
+
+    def check_peers(self) -> None:
+        self._is_stock = ipc_stock.are_stock(self.links)
+        if self._is_stock:
+            ipc_stock.check_ranks(self.ranks)
+            self._on_gpus, self.digest = True, None
+            return
+        super().check_peers()
+        self._on_gpus = check_devices(self.links)
+
+    async def host_rendezvous(self) -> None:
+        if not self._on_gpus:
+            return
+        if self._memory is None:
+            self._memory = await self.source_lane.run(self._find_memory)
+        if self._memory is None:
+            self._on_gpus = False  # bytes go through the host's memory, and the workers' own copy
+        elif not self._is_stock:
+            offered = all(link.peer and WSUM64 in link.peer.digests for link in self.links)
+            self.digest = WSUM64 if offered else None
+
+    def _find_memory(self) -> DeviceMemory | None:
+        if self._device is None and not self._is_stock and not torch.cuda.is_available():
+            return None
+        return open_memory(self._device, self.links[0].name)
 
     def open_sender(self) -> Sender:
+        if self._is_stock:
+            assert self._memory is not None  # `host_rendezvous` came first
+            return TupleSender(self._memory.device, packed=self.packed)
+        if self._on_gpus:
+            assert self._memory is not None
+            return DeviceSender(self._memory, buffers=self.packed_num_buffers, digest=self.digest)
         return ShmSender(
             buffer_nbytes=self.buffer_nbytes,
             buffers=self.packed_num_buffers,
@@ -131,31 +187,69 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         )
 
     def close_sender(self, sender: Sender) -> None:
-        assert isinstance(sender, ShmSender)
+        if isinstance(sender, TupleSender):
+            sender.forget()
+            return
+        assert isinstance(sender, ShmSender | DeviceSender)
         sender.release()
 
     def address_info(self, sender: Sender) -> dict[str, Any]:
-        assert isinstance(sender, ShmSender)
-        return {"packed": self.packed, "address": sender.address, "token": sender.token}
+        if isinstance(sender, TupleSender):
+            return {}
+        assert isinstance(sender, ShmSender | DeviceSender)
+        form = "cuda" if isinstance(sender, DeviceSender) else "shm"
+        where = {"address": sender.address, "token": sender.token}
+        return {"packed": self.packed, "form": form, **where}
 
     def member_payload(self, link: MemberLink) -> dict[str, Any]:
+        if self._is_stock:
+            return {}
         return {"reader": link.name}  # so that the data plane names members as reports do
 
     def before_transmit(self, sender: Sender, feed: SourceFeed) -> None:
+        if isinstance(sender, TupleSender):
+            return
+        if isinstance(sender, DeviceSender):
+            known = getattr(feed.source, "plain_addresses", None) if feed.plain else None
+            sender.set_tensors(_staying(feed), known)
+            return
         assert isinstance(sender, ShmSender)
         sender.set_resident(self._resident(feed))
+
+    async def transmit(self, round: Round) -> StreamSummary:
+        sender = self.sender
+        if isinstance(sender, DeviceSender | TupleSender) and self._memory is not None:
+            # Here, on the caller's thread: its current stream is the one that trained.
+            sender.order_after(mark_current(self._memory.device))
+        if isinstance(sender, TupleSender):
+            ipc_stock.connect(sender, round, round.validated()[0])
+        return await super().transmit(round)
+
+    # -- a stock vLLM ----------------------------------------------------------------------------
+
+    def get_worker_init_payload(self) -> dict[str, Any]:
+        payload = super().get_worker_init_payload()
+        return {"packed": self.packed} if self._is_stock else payload
+
+    def make_plan(self, feed: SourceFeed) -> Plan:
+        if not self._is_stock:
+            return super().make_plan(feed)
+        _ = feed.wire_digest  # computed here, on the lane
+        return ipc_stock.stock_plan(feed, self.buffer_nbytes, packed=self.packed)
+
+    def update_payload(self, round: Round) -> dict[str, Any] | None:
+        return None if self._is_stock else super().update_payload(round)
+
+    def committed(self, round: Round) -> None:
+        super().committed(round)
+        if isinstance(self.sender, TupleSender):
+            self.sender.forget()  # the workers have finished with it
 
     def _resident(self, feed: SourceFeed) -> dict[int, tuple[Any, int]]:
         """Handles of the tensors that workers can read where they are."""
         if not self.shared:
             return {}
-        tensors: list[torch.Tensor | None]
-        if feed.plain is not None:
-            tensors = [*feed.plain]
-        else:
-            resident = getattr(feed.source, "resident", None)
-            live: dict[str, torch.Tensor] = {} if resident is None else resident()
-            tensors = [live.get(meta.name) for meta in feed.metadata]
+        tensors = _staying(feed)
         # Contiguous tensors of the announced sizes: they are told apart by their addresses.
         addresses = [-1 if tensor is None else tensor.data_ptr() for tensor in tensors]
         addresses += [storage.segment.fileno() for storage in self.shared]  # -1 once closed
@@ -174,14 +268,61 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         return found
 
 
+def _staying(feed: SourceFeed) -> list[torch.Tensor | None]:
+    """Of every announced tensor, where it is, if it stays there until the round is over."""
+    if feed.plain is not None:
+        return [*feed.plain]
+    resident = getattr(feed.source, "resident", None)
+    live: dict[str, torch.Tensor] = {} if resident is None else resident()
+    return [live.get(meta.name) for meta in feed.metadata]
+
+
 class IPCWeightTransferEngine(StreamedWorkerEngine[IPCWeightTransferInitInfo]):
-    """Reads the trainer's shared memory into the sink."""
+    """Reads the trainer's memory into the sink."""
 
     init_info_cls = IPCWeightTransferInitInfo
 
+    def __init__(
+        self, config: Any, vllm_config: Any, device: Any, model: Any, **options: Any
+    ) -> None:
+        device, self.gpu = own_device(device)
+        super().__init__(config, vllm_config, device, model, **options)
+
+    def peer_state(self) -> PeerState:
+        state = super().peer_state()
+        if self.gpu is None:
+            return state
+        state.detail["gpu"] = self.gpu
+        session = self.cycle.session
+        if session is not None and session.number and session.number == self._verified:
+            # One call less for the trainer, where a call is a tenth of a round.
+            state.detail["verified"] = session.number
+        return state
+
     def open_receiver(self, init_info: IPCWeightTransferInitInfo) -> Receiver:
-        return ShmReceiver(address=init_info.address, token=init_info.token, name=init_info.reader)
+        where = (init_info.address, init_info.token, init_info.reader)
+        if init_info.form == "cuda" and self.gpu is None:
+            raise Validation(
+                "init_info.form is 'cuda', this worker's model is on the CPU", phase="init"
+            )
+        self._land("cpu" if init_info.form == "shm" else None)
+        if init_info.form == "shm":
+            return ShmReceiver(address=where[0], token=where[1], name=where[2])
+        memory = open_memory(self.device, self.name)
+        return DeviceReceiver(
+            memory,
+            address=where[0],
+            token=where[1],
+            name=where[2],
+            batch_nbytes=init_info.buffer_size_bytes,
+        )
+
+    def _land(self, device: str | None) -> None:
+        """Where this trainer's bytes arrive; a sink that was made for another place is not used."""
+        if device != self.landing_device:
+            self.landing_device = device
+            self.drop_sinks()
 
     def close_receiver(self, receiver: Receiver) -> None:
-        assert isinstance(receiver, ShmReceiver)
+        assert isinstance(receiver, ShmReceiver | DeviceReceiver)
         receiver.release()

@@ -240,8 +240,8 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
                 next_step="use packed=True",
             )
 
-    def update_payload(self, round: Round) -> dict[str, Any]:
-        payload = super().update_payload(round)
+    def update_payload(self, round: Round) -> dict[str, Any] | None:
+        payload = super().update_payload(round) or {}
         if self._all_ours:
             return payload
         return {name: payload[name] for name in _STOCK_FIELDS}

@@ -192,7 +192,7 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         _ = feed.wire_digest  # computed here, on the lane
         return plan_of(feed.metadata, self.buffer_nbytes)
 
-    def update_payload(self, round: Round) -> dict[str, Any]:
+    def update_payload(self, round: Round) -> dict[str, Any] | None:
         feed, plan = round.validated()
         digest = feed.wire_digest
         # Lists travel once per worker and metadata; afterwards the digest names them.
@@ -250,12 +250,13 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     reusable_after_abort = True
     one_update = True
     uses_sink = True
-    landing_device = "cpu"
+    landing_device: str | None = "cpu"
 
     receiver: Receiver | None = None
     _limit = DEFAULTS.buffer_bytes
     _bytes_before = 0
     _known: tuple[str, list[ParamMeta], Plan] | None = None
+    _verified: int | None = None  # the round whose tensors are all there, and right
 
     @abstractmethod
     def open_receiver(self, init_info: Init) -> Receiver:
@@ -271,13 +272,17 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         self.receiver = self.open_receiver(init_info)
 
     async def start_weight_update(self) -> None:
-        return
+        self._verified = None
 
     async def receive_weights(self, update_info: StreamUpdateInfo) -> None:
         receiver = self.receiver
         assert receiver is not None  # the machine is initialised
         self._bytes_before = receiver.progress.nbytes
-        metadata, plan = await self.lane.run(self._get_ready, update_info)
+        known = self._known
+        if known is not None and known[0] == update_info.metadata_digest and self.has_sink:
+            metadata, plan = self._check_announced(update_info)
+        else:
+            metadata, plan = await self.lane.run(self._get_ready, update_info)
         sink = self.sink
         summary = await stream_in(
             receiver,
@@ -290,6 +295,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
             prepare=partial(self.begin_sink, sink, metadata, plan, update_info),
         )
         self.received_digest = summary.digest
+        self._verified = update_info.round
 
     def begin_sink(
         self, sink: Sink, metadata: list[ParamMeta], plan: Plan, info: StreamUpdateInfo

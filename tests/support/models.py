@@ -28,6 +28,12 @@ def _make(kind: str, seed: int) -> Any:
             name: torch.zeros(shape, dtype=getattr(torch, dtype))
             for name, dtype, shape in nccl_wire.DENSE
         }
+    if kind == "resident":
+        tensors = dict(everything.Everything().tensors)
+        ours = {f"p{at}": t for at, t in enumerate(tensors.values()) if not t.is_conj()}
+        ours |= {"tied": ours["p3"].clone(), "on_cpu": torch.zeros(40)}
+        ours |= {"turned_on_cpu": torch.zeros(5, 8)}
+        return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in ours.items()}
     if kind == "full" or kind.startswith("slice-"):
         return sliced.make(kind, seed)
     torch.manual_seed(seed)

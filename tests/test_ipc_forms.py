@@ -1,0 +1,242 @@
+"""Which form backend ipc takes, and vLLM's own: all that can be seen without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import aiosync
+from aiosync import ParamMeta
+from aiosync.engines.ipc_device import check_devices, own_device
+from aiosync.engines.ipc_stock import are_stock, check_ranks, stock_plan
+from aiosync.glance import Glance
+from aiosync.module_layout import live_tensors
+from statemachines.errors import InvalidTransition, Validation
+from transports import tuple_sender
+from transports.planning import EACH, IPC_PACKED, plan_chunks
+from transports.tuple_sender import TupleSender
+
+
+def link(name, *, gpu=None, ours=True, **client):
+    peer = SimpleNamespace(detail={} if gpu is None else {"gpu": gpu}) if ours else None
+    return SimpleNamespace(name=name, peer=peer, speaks_ours=ours, client=SimpleNamespace(**client))
+
+
+def test_the_form_follows_the_workers():
+    assert check_devices([link("a", gpu="x"), link("b", gpu="y")])
+    assert not check_devices([link("a"), link("b")])
+    with pytest.raises(aiosync.ProtocolMismatch, match="a is on GPU x, that of b on the CPU"):
+        check_devices([link("a", gpu="x"), link("b")])
+
+
+def test_a_worker_on_the_cpu_has_no_gpu():
+    assert own_device(None) == (None, None)
+    assert own_device("cpu") == ("cpu", None)
+    if not torch.cuda.is_available():
+        with pytest.raises(Validation, match="no CUDA device"):
+            own_device("cuda")
+
+
+@pytest.mark.asyncio
+async def test_a_form_that_does_not_fit_the_model_is_refused():
+    config = aiosync.WeightTransferConfig("ipc")
+    engine = aiosync.IPCWeightTransferEngine(config, None, "cpu", nn.Linear(2, 2))
+    info = {"form": "cuda", "address": "@x", "token": "t", "reader": "r", "buffer_size_bytes": 64}
+    async with engine:
+        with pytest.raises(Validation, match="form is 'cuda', this worker's model is on the CPU"):
+            await engine.init_transfer_engine(info)
+        with pytest.raises(Validation, match="form"):
+            await engine.init_transfer_engine(info | {"form": "pickle"})
+
+
+def test_stock_workers_need_a_client_that_lets_pickles_out():
+    assert not are_stock([link("a"), link("b")])
+    assert are_stock([link("a", ours=False)])
+    assert are_stock([link("a", ours=False, allow_pickled_handles=True)])
+    with pytest.raises(Validation, match="takes CUDA IPC handles pickled") as caught:
+        are_stock([link("a", ours=False, allow_pickled_handles=False)])
+    assert "allow_pickled_handles=True" in caught.value.next_step
+    with pytest.raises(aiosync.ProtocolMismatch, match="b is no aiosync worker"):
+        are_stock([link("a"), link("b", ours=False)])
+    with pytest.raises(Validation, match="2 ranks"):
+        check_ranks(SimpleNamespace(size=2))
+
+
+def feed(*metas):
+    return SimpleNamespace(metadata=[ParamMeta(n, d, s) for n, d, s in metas])
+
+
+def test_what_vllm_would_choke_on_is_refused_before_anything_moves():
+    odd = feed(("a", torch.bfloat16, (3,)), ("b", torch.float32, (2,)))
+    with pytest.raises(Validation, match="b starts at byte 6"):
+        stock_plan(odd, 1024, packed=True)
+    assert stock_plan(odd, 1024, packed=False).rule == EACH
+    with pytest.raises(Validation, match="b has 8 bytes, more than a chunk of 7"):
+        stock_plan(feed(("a", torch.int8, (3,)), ("b", torch.float32, (2,))), 7, packed=True)
+
+
+@pytest.fixture
+def handles(monkeypatch):
+    monkeypatch.setattr(tuple_sender, "exported", lambda t: {"gpu": (t.data_ptr(), t.nbytes)})
+
+
+TENSORS = [torch.arange(4.0), torch.zeros(0, 3), torch.arange(12.0).view(3, 4).t(), torch.ones(2)]
+
+
+def sent(packed, limit=40):
+    sizes = [t.nbytes for t in TENSORS]
+    rule = IPC_PACKED if packed else EACH
+    plan = plan_chunks(sizes, [4] * 4, limit=limit if not packed else max(limit, 48), rule=rule)
+    sender, updates = TupleSender(torch.device("cpu"), packed=packed), []
+
+    def post(indices, fields):
+        data = sender._buffer.clone() if packed else None
+        updates.append((indices, fields, data))
+
+    sender.connect(post, lambda: None)
+    sender.open(plan, 1, round=1, stall=1.0)
+    for index, tensor in enumerate(TENSORS):
+        sender.write([(index, tensor)])
+    summary = sender.finish()
+    sender.close()
+    assert summary.nbytes == sum(sizes)
+    return sender, updates
+
+
+def test_unpacked_is_one_update_with_a_handle_for_each_tensor(handles):
+    sender, updates = sent(packed=False)
+    ((indices, fields, _),) = updates
+    assert indices == [0, 1, 2, 3]
+    assert len(fields["ipc_handles"]) == 4
+    assert fields["ipc_handles"][0] == {"gpu": (TENSORS[0].data_ptr(), 16)}
+    assert set(fields) == {"ipc_handles"}
+    assert len(sender._kept) == 4  # until the workers have finished
+    sender.forget()
+    assert sender._kept == []
+    with pytest.raises(InvalidTransition):
+        sender.open(plan_chunks([], [], limit=1, rule=EACH), 1, round=2, stall=1.0)
+
+
+def test_packed_is_an_update_for_each_filling_of_one_buffer(handles):
+    _, updates = sent(packed=True)
+    assert [indices for indices, _, _ in updates] == [[0, 1], [2], [3]]
+    assert [fields["tensor_sizes"] for _, fields, _ in updates] == [[16, 0], [48], [8]]
+    assert len({str(fields["ipc_handles"]) for _, fields, _ in updates}) == 1
+    for indices, fields, data in updates:
+        expected = b"".join(bytes(TENSORS[i].contiguous().numpy().tobytes()) for i in indices)
+        assert bytes(data[: sum(fields["tensor_sizes"])].tolist()) == expected
+
+
+# -- a glance ------------------------------------------------------------------------------------
+
+
+class Tree(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 2, bias=at % 2 == 0) for at in range(4))
+        self.norm = nn.BatchNorm1d(2)
+        self.tied = self.layers[0]
+
+
+def glance_at(model):
+    found = Glance.of(model, live_tensors(model))
+    assert found is not None
+    return found
+
+
+def test_a_glance_sees_the_same_tensors():
+    model = Tree()
+    glance = glance_at(model)
+    seen = glance.look()
+    assert [id(t) for t in seen] == [id(t) for t in live_tensors(model).values()]
+    assert glance.addresses == [t.data_ptr() for t in seen]
+    model.layers[1].weight.data.add_(1)
+    assert glance.look() is not None
+
+
+def replace(model):
+    model.layers[1].weight = nn.Parameter(torch.zeros(2, 3))
+
+
+def move(model):
+    model.layers[1].weight.data = torch.zeros(2, 3)
+
+
+def turn(model):
+    weight = model.layers[1].weight
+    weight.data = weight.data.view(3, 2)
+
+
+def cast(model):
+    weight = model.layers[1].weight
+    weight.data = weight.data.view(torch.int32).view(torch.float32)[:1]
+
+
+def grow(model):
+    model.layers.append(nn.Linear(1, 1))
+
+
+def shrink(model):
+    del model.layers[3]
+
+
+def rename(model):
+    bias = model.layers[0].bias
+    del model.layers[0].bias
+    model.layers[0].offset = bias
+
+
+def add_bias(model):
+    model.layers[1].bias = nn.Parameter(torch.zeros(2))
+
+
+def buffer(model):
+    model.norm.running_mean = torch.ones(2)
+
+
+def swap(model):
+    model.layers[0], model.layers[2] = model.layers[2], model.layers[0]
+
+
+@pytest.mark.parametrize(
+    "change", [replace, move, turn, cast, grow, shrink, rename, add_bias, buffer, swap]
+)
+def test_a_glance_sees_every_change(change):
+    model = Tree()
+    glance = glance_at(model)
+    change(model)
+    assert glance.look() is None
+
+
+def test_some_things_are_not_seen_at_a_glance():
+    class Own(nn.Linear):
+        def named_parameters(self, *args, **options):
+            return super().named_parameters(*args, **options)
+
+    model = nn.Sequential(Own(2, 2))
+    assert Glance.of(model, live_tensors(model)) is None
+    assert Glance.of({"a": torch.zeros(1)}, {"a": torch.zeros(1)}) is None
+
+
+@pytest.mark.asyncio
+async def test_rounds_follow_a_model_that_changes_at_both_ends():
+    ours, theirs = Tree(), Tree()
+    config = aiosync.WeightTransferConfig("ipc", sink="in_place")
+    engine = aiosync.WeightTransferEngineFactory.create_engine(
+        config, None, torch.device("cpu"), theirs
+    )
+    async with engine, aiosync.serve(engine) as server:
+        async with aiosync.connect(ours, workers=[server.url]) as sync:
+            for version, change in enumerate([None, None, None, move, replace, None, move], 1):
+                if change is not None:
+                    change(ours)
+                    change(theirs)
+                with torch.no_grad():
+                    for parameter in ours.parameters():
+                        parameter.add_(version)
+                await sync.send_weights(version=version)
+                for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+                    assert torch.equal(one, two)
