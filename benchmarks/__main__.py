@@ -20,6 +20,7 @@ BENCHMARKS = {
     "loop_lag": "how late the trainer's event loop is, beside its floor",
     "metadata": "37,000 parameters: the first handshake, and later control bytes",
     "events": "one transition with hooks and subscribers",
+    "ipc_cuda": "whole rounds between GPU processes, beside copies on the device (needs CUDA)",
     "nccl": "whole rounds between GPU processes, beside raw broadcasts (needs CUDA)",
 }
 _COLUMNS = ("name", "variant", "payload", "ours", "raw", "unit", "ratio", "target")

@@ -39,11 +39,13 @@ class Peer:
         self._receiving: asyncio.Task[None] | None = None
         self._held = 0
 
-    async def open(self, *, payload: str, sink: str, verify: str) -> dict[str, Any]:
+    async def open(
+        self, *, payload: str, sink: str, verify: str, backend: str = "nccl"
+    ) -> dict[str, Any]:
         """A fresh model, a worker engine for it, and its server."""
         await self.close()
         self._model = gpu_models.build(payload, self.device, trains=False)
-        config = aiosync.WeightTransferConfig("nccl", sink=sink, verify=verify)
+        config = aiosync.WeightTransferConfig(backend, sink=sink, verify=verify)
         engine = aiosync.WeightTransferEngineFactory.create_engine(
             config, None, self.device, self._model, name="worker"
         )
