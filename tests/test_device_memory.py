@@ -28,6 +28,7 @@ from transports.errors import (
     TransportAborted,
 )
 from transports.planning import ALIGNED, plan_chunks
+from transports.pointer_copy import tiles_of
 from transports.pointer_digest import PointerDigest
 from transports.shm_messages import Handles, Hello, encode
 
@@ -487,6 +488,14 @@ def test_digests_by_address_are_the_defined_ones():
         known = ChunkDigest("wsum64")
         known.update(piece)
         assert value % 2**64 == known.value()
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1, 0, 7, 8, 9, 16, 17, 0], [64]])
+def test_tiles_cover_every_piece(sizes):
+    which, starts = tiles_of(sizes, 8)
+    expected = [(at, start) for at, size in enumerate(sizes) for start in range(0, size, 8)]
+    assert list(zip(which.tolist(), starts.tolist(), strict=True)) == expected
+    assert (which.dtype, starts.dtype) == (torch.int32, torch.int64)
 
 
 def test_every_dtype_of_the_suite_is_there():

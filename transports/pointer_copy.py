@@ -83,6 +83,16 @@ def _kernel(device: torch.device) -> Any:
         return make(_SOURCE, "copy_tiles")
 
 
+def tiles_of(nbytes: Sequence[int], tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pieces of memory cut into tiles: which piece (int32), and where in it it starts (int64)."""
+    sizes = torch.tensor(list(nbytes), dtype=torch.int64)
+    counts = (sizes + (tile - 1)) // tile
+    which = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    firsts = torch.cumsum(counts, 0) - counts
+    starts = (torch.arange(len(which)) - firsts[which]) * tile
+    return which.to(torch.int32), starts
+
+
 @final
 class PointerCopy:
     """Copies of these sizes, again and again, perhaps between other addresses.
@@ -92,17 +102,11 @@ class PointerCopy:
     """
 
     def __init__(self, nbytes: Sequence[int], device: torch.device) -> None:
-        which: list[int] = []
-        starts: list[int] = []
-        for index, size in enumerate(nbytes):
-            tiles = range(0, size, _TILE)
-            which += [index] * len(tiles)
-            starts += tiles
+        which, starts = tiles_of(nbytes, _TILE)
         self._device = device
         self._tiles = len(which)
         self._sizes = torch.tensor(list(nbytes), dtype=torch.int64, device=device)
-        self._which = torch.tensor(which, dtype=torch.int32, device=device)
-        self._starts = torch.tensor(starts, dtype=torch.int64, device=device)
+        self._which, self._starts = which.to(device), starts.to(device)
         self._columns: list[tuple[list[int], torch.Tensor] | None] = [None, None]
 
     def __call__(self, to: list[int], out_of: list[int], *, gently: bool = False) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from transports.device_digest import DeviceDigests
 from transports.digest import WSUM64_CHAIN, wsum64_weights
+from transports.pointer_copy import tiles_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,12 +130,7 @@ class PointerDigest:
             self._make_tables()
 
     def _make_tables(self) -> None:
-        which: list[int] = []
-        starts: list[int] = []
-        for index, size in enumerate(self._nbytes):
-            tiles = range(0, size, _TILE)
-            which += [index] * len(tiles)
-            starts += tiles
+        which, starts = tiles_of(self._nbytes, _TILE)
         most = max((-(-size // _GROUP_NBYTES) for size in self._nbytes), default=0)
         powers = [1]
         for _ in range(most):
@@ -142,8 +138,7 @@ class PointerDigest:
         device = self._device
         self._tiles = len(which)
         self._sizes = torch.tensor(self._nbytes, dtype=torch.int64, device=device)
-        self._which = torch.tensor(which, dtype=torch.int32, device=device)
-        self._starts = torch.tensor(starts, dtype=torch.int64, device=device)
+        self._which, self._starts = which.to(device), starts.to(device)
         self._powers = torch.tensor([_signed(p) for p in powers], dtype=torch.int64, device=device)
 
     def values(self, addresses: list[int]) -> torch.Tensor:
