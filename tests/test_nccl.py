@@ -427,6 +427,13 @@ def create(model, **options):
     return WeightTransferEngineFactory.create_engine(config, None, None, model)
 
 
+def test_bytes_arrive_on_the_device_of_the_engine(fake):
+    """NCCL writes straight into what the sink hands out, which must not be on the host."""
+    engine = create({"w": torch.zeros(3)})
+    engine.device = torch.device("meta")
+    assert engine.know_sink().device == torch.device("meta")
+
+
 def raw_of(tensor):
     return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8)
 
