@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -11,7 +11,7 @@ from aiosync.concurrency import check_ended, quietly
 from aiosync.errors import PhaseTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from aiosync.members import MemberLink
     from aiosync.round import Round
@@ -28,7 +28,7 @@ async def watched(round: Round, fn: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _beside(
-    companion: Callable[[Round], Awaitable[None]],
+    companion: Callable[[Round], Coroutine[Any, Any, None]],
     round: Round,
     fn: Callable[[], Awaitable[None]],
 ) -> None:
