@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 import anyio
 
-from aiosync.errors import AiosyncError, RemoteError
+from aiosync.errors import AiosyncError, RemoteError, RoundCancelled
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -41,6 +41,7 @@ async def run_legs(
     """
     failures: list[BaseException] = []
     results: list[T] = []
+    sent = False
     control_over = anyio.Event()
 
     async def run_control() -> None:
@@ -53,8 +54,10 @@ async def run_legs(
             control_over.set()
 
     async def run_data() -> None:
+        nonlocal sent
         try:
             await uncancelled(data)
+            sent = True
         except Exception as error:  # noqa: BLE001  collected; raised below as one exception
             failures.append(collapse(error))
             with anyio.move_on_after(linger):
@@ -65,6 +68,7 @@ async def run_legs(
         group.start_soon(run_control)
         group.start_soon(run_data)
     raise_ranked(failures)
+    check_ended(sent and bool(results), "transfer")
     return results[0]
 
 
@@ -90,6 +94,17 @@ def _is_cancelled() -> bool:
     except RuntimeError:  # under trio only scopes cancel
         return True
     return task is not None and task.cancelling() > 0
+
+
+def check_ended(ended: bool, what: str) -> None:
+    """After a task group: its children came to their ends.
+
+    Raises:
+        RoundCancelled: One did not: somebody cancelled its task alone (all tasks of the loop, say),
+            which the group takes for a cancellation of its own, and drops.
+    """
+    if not ended:
+        raise RoundCancelled(f"a task of this {what} was cancelled from outside")
 
 
 def raise_ranked(failures: list[BaseException]) -> None:
@@ -180,9 +195,13 @@ async def to_its_end(fn: Callable[[], Awaitable[None]]) -> None:
     raised; a cancellation is raised once `fn` is through.
     """
 
+    ended = False
+
     async def body() -> None:
+        nonlocal ended
         with anyio.CancelScope(shield=True):  # each step of `fn` has a deadline of its own
             await fn()
+        ended = True
 
     try:
         async with anyio.create_task_group() as group:
@@ -190,6 +209,7 @@ async def to_its_end(fn: Callable[[], Awaitable[None]]) -> None:
     except BaseExceptionGroup as error:
         cause = collapse(error)
         raise cause from cause.__cause__  # not from the group it came in
+    check_ended(ended, "clean-up")
 
 
 @final
@@ -311,12 +331,15 @@ class Milestone:
 async def hold_on(fn: Callable[[], Awaitable[None]], *, grace: float) -> None:
     """Await ``fn()``; when cancelled meanwhile, give it `grace` seconds more to end by itself."""
     done = anyio.Event()
+    ended = False
     scope = anyio.CancelScope(shield=True)  # the owner outlives a cancellation, by `grace`
 
     async def owner() -> None:
+        nonlocal ended
         try:
             with scope:
                 await fn()
+                ended = True
         finally:
             done.set()
 
@@ -332,6 +355,7 @@ async def hold_on(fn: Callable[[], Awaitable[None]], *, grace: float) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(owner)
         group.start_soon(waiter)
+    check_ended(ended, "finish")
 
 
 async def quietly(fn: Callable[[T], Awaitable[None]], arg: T) -> None:

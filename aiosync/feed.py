@@ -161,6 +161,8 @@ class SourceFeed:
         passed: Any = self._iterate()
         if hasattr(passed, "__aiter__"):
             raise TypeError(f"{self._what} yields asynchronously; set is_async = True on its class")
+        if not hasattr(passed, "__iter__"):
+            raise TypeError(f"{self._what} returned {kind_of(passed)}, nothing to iterate over")
         passed, checker = iter(passed), Checker(self)
         with passes.closing(passed):
             while True:

@@ -8,7 +8,7 @@ import torch
 
 from aiosync.metadata import dtype_name
 from aiosync.module_layout import compact, is_dtensor
-from aiosync.module_walk import DTYPE, SHAPE, are_strided, same
+from aiosync.module_walk import DTYPE, SHAPE, are_strided, have_memory, is_freed, same
 from statemachines.errors import Validation
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class Checker:
         if not same(shapes, map(SHAPE, tensors)) or not all(map(_CONTIGUOUS, tensors)):
             return None
         if any(map(_NEGATED, tensors)) or any(map(_CONJUGATED, tensors)):
+            return None
+        if not have_memory(tensors):
             return None
         self._positions.update(zip(names, range(at, end), strict=True))
         self._next = end
@@ -130,6 +132,8 @@ def _mismatch(meta: ParamMeta, tensor: Any) -> str | None:
         return "a DTensor; yield materialize_full_tensor(tensor)"
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout}; only strided tensors are sent"
+    if is_freed(tensor):
+        return "its storage was freed: it has no data"
     return None
 
 

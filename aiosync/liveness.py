@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from aiosync.concurrency import quietly
+from aiosync.concurrency import check_ended, quietly
 from aiosync.errors import PhaseTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from aiosync.members import MemberLink
     from aiosync.round import Round
@@ -19,10 +19,26 @@ if TYPE_CHECKING:
 
 async def kept_alive(round: Round, fn: Callable[[], Awaitable[None]]) -> None:
     """Await ``fn()`` while heartbeats go out: a phase may take longer than a lease."""
+    await _beside(send_heartbeats, round, fn)
+
+
+async def watched(round: Round, fn: Callable[[], Awaitable[None]]) -> None:
+    """Await ``fn()`` for as long as something moves; see `watch_stall`."""
+    await _beside(watch_stall, round, fn)
+
+
+async def _beside(
+    companion: Callable[[Round], Coroutine[Any, Any, None]],
+    round: Round,
+    fn: Callable[[], Awaitable[None]],
+) -> None:
+    ended = False  # a companion whose task is cancelled alone takes ``fn()`` with it, silently
     async with anyio.create_task_group() as group:
-        group.start_soon(send_heartbeats, round)
+        group.start_soon(companion, round)
         await fn()
+        ended = True
         group.cancel_scope.cancel()
+    check_ended(ended, "round")
 
 
 async def send_heartbeats(round: Round) -> None:

@@ -13,9 +13,10 @@ import anyio
 import msgspec
 
 from aiosync.client import Capabilities, adapt_client
-from aiosync.concurrency import collapse, raise_ranked, uncancelled
+from aiosync.concurrency import check_ended, collapse, raise_ranked, uncancelled
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import AiosyncError, PhaseTimeout, RemoteError
+from aiosync.errors import AiosyncError, PhaseTimeout, ProtocolMismatch, RemoteError
+from aiosync.foreign import stoppable
 from aiosync.replies import refuse_denial
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+_CLIENT_ENDS_S = 0.25  # what a client's call has to end in once it is cancelled
 STOCK = Capabilities(protocol=0)
 
 
@@ -92,8 +94,14 @@ class MemberLink:
         """Ask what the peer can do and what it holds now."""
         if not hasattr(self.client, "capabilities"):
             return
-        self.capabilities = await self.client.capabilities(refresh=True)
-        self.note(self.capabilities.peer)
+        ask = functools.partial(self.client.capabilities, refresh=True)
+        what = f"capabilities of the client of {self.name}"
+        answer = await stoppable(ask, grace=_CLIENT_ENDS_S, what=what)
+        if not isinstance(answer, Capabilities):
+            kind = type(answer).__name__
+            raise ProtocolMismatch(f"capabilities() of the client gave {kind}, no Capabilities")
+        self.capabilities = answer
+        self.note(answer.peer)
 
     def note(self, peer: PeerState | None) -> None:
         """Remember what a reply said about the peer."""
@@ -109,7 +117,8 @@ class MemberLink:
         extra = {"header": header} if header is not None and self.speaks_ours else {}
         try:
             asked = functools.partial(getattr(self.client, method), *args, **extra)
-            reply = await uncancelled(asked)
+            what = f"{method} of the client of {self.name}"
+            reply = await stoppable(asked, grace=_CLIENT_ENDS_S, what=what)
             refuse_denial(reply, replica=self.name, phase=_PHASE.get(method, method))
         except AiosyncError as error:
             # The fleet's name for the member wins over the client's own (a URL).
@@ -265,4 +274,5 @@ async def fan_out(
         for link in links:
             group.start_soon(one, link)
     raise_ranked(failures)
+    check_ended(all(link.name in results for link in links), phase)
     return results

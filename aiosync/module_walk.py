@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from statemachines.errors import Validation
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -25,13 +27,26 @@ SHAPE: Callable[[torch.Tensor], torch.Size] = attrgetter("shape")
 DEVICE: Callable[[torch.Tensor], torch.device] = attrgetter("device")
 LAYOUT: Callable[[torch.Tensor], torch.layout] = attrgetter("layout")
 IS_META: Callable[[torch.Tensor], bool] = attrgetter("is_meta")
+_STORAGE = torch.Tensor.untyped_storage
+_HELD = torch.UntypedStorage.nbytes
 
 _Named = dict[str, torch.Tensor]
 _WALKED = ("named_parameters", "named_buffers", "named_modules", "_named_members")
 
 
 def named_members(module: nn.Module) -> tuple[_Named, _Named]:
-    """Parameters, and buffers, under every name they have, as they are now."""
+    """Parameters, and buffers, under every name they have, as they are now.
+
+    Raises:
+        Validation: A module contains itself, so that its names have no end.
+    """
+    try:
+        return _named_members(module)
+    except RecursionError:
+        raise Validation(f"{type(module).__name__} contains itself: it has no end") from None
+
+
+def _named_members(module: nn.Module) -> tuple[_Named, _Named]:
     parameters: _Named = {}
     buffers: _Named = {}
     own = module.__dict__.keys() & set(_WALKED)
@@ -96,10 +111,31 @@ def are_strided(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
+def have_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether none of these plain tensors `is_freed`."""
+    return all(map(_HELD, map(_STORAGE, tensors))) or not any(map(is_freed, tensors))
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether the memory was taken from under the tensor: to read or write it ends the process.
+
+    Sharded and offloaded modules resize the storage to nothing while a layer is not in use.
+    """
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except RuntimeError:  # a subclass that keeps its values elsewhere
+        return False
+    if not tensor.numel():
+        return False
+    steps = ((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return held < (tensor.storage_offset() + sum(steps) + 1) * tensor.itemsize
+
+
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all are strided and contiguous, and no lazy view: their bytes are their values."""
     return (
         are_strided(tensors)
+        and have_memory(tensors)
         and all(map(torch.Tensor.is_contiguous, tensors))
         and not any(map(torch.Tensor.is_neg, tensors))
         and not any(map(torch.Tensor.is_conj, tensors))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from aiosync.budget import check_seconds
-from aiosync.concurrency import quietly, run_legs, run_to_end
+from aiosync.concurrency import collapse, quietly, run_legs, run_to_end
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import AiosyncError, Busy, PhaseTimeout
+from aiosync.errors import AiosyncError, Busy, PhaseTimeout, ProtocolMismatch
 from aiosync.members import MemberLink, fan_out, opened, unanswered
 from aiosync.messages import PROTOCOL, RoundHeader
 from aiosync.metadata import first_few
@@ -68,12 +68,15 @@ async def _open(engine: TrainerWeightTransferEngine[Any], limit: float) -> None:
             raise engine.wrong_order("initialize")  # closed meanwhile
         engine.machine.fire(Trigger.INITIALIZE)
     except BaseException as error:
+        cause = collapse(error)
         # Or they would wait for this trainer, and keep the next one waiting, as long as it had.
         await run_to_end(lambda: _call_off(engine), seconds=DEFAULTS.cleanup_s / 2)
         engine.dispose()
         if engine.state is State.IDLE:
-            engine.machine.fire(Trigger.FAIL, phase="init", error=error)
-        raise
+            engine.machine.fire(Trigger.FAIL, phase="init", error=cause)
+        if cause is error:
+            raise
+        raise cause from cause.__cause__  # not from the group it came in
 
 
 async def _call_off(engine: TrainerWeightTransferEngine[Any]) -> None:
@@ -124,10 +127,14 @@ async def initialise(
         if link.speaks_ours:
             header = RoundHeader(protocol=PROTOCOL, owner=owner, lease_s=lease_s)
         await _end_open_round(owner, link)
-        await link.call("init_weight_transfer_engine", info_of(link), header=header)
-        if link.speaks_ours and link.peer is not None:
-            link.epoch = link.peer.epoch
-            link.known_incarnation = link.peer.incarnation
+        reply = await link.call("init_weight_transfer_engine", info_of(link), header=header)
+        if link.speaks_ours:
+            peer = getattr(reply, "peer", None)
+            if peer is None:  # without its epoch every call of a round would be fenced
+                raise ProtocolMismatch(
+                    "init's answer was not handed on: the client has to return it"
+                )
+            link.epoch, link.known_incarnation = peer.epoch, peer.incarnation
 
     await fan_out(links, init, phase="init", linger=DEFAULTS.cleanup_s)
 

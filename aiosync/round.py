@@ -22,7 +22,7 @@ from aiosync.concurrency import Milestone, collapse, run_legs
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Fenced, InvalidTransition, PhaseTimeout, RoundCancelled, Validation
 from aiosync.giving_up import abort_members, give_up
-from aiosync.liveness import kept_alive, watch_stall
+from aiosync.liveness import kept_alive, watched
 from aiosync.members import MemberLink, fan_out, opened, unanswered
 from aiosync.messages import PROTOCOL, RoundHeader
 from aiosync.metadata import first_few
@@ -280,10 +280,7 @@ class Round:
             if payload is None:
                 return  # the data leg makes these calls as it goes
             try:
-                async with anyio.create_task_group() as group:
-                    group.start_soon(watch_stall, self)
-                    await self._all("update_weights", payload)
-                    group.cancel_scope.cancel()
+                await watched(self, lambda: self._all("update_weights", payload))
             except Exception as error:  # noqa: BLE001  raised again, out of its group
                 cause = collapse(error)
                 if self.engine.ranks.size > 1:

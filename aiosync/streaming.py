@@ -6,7 +6,11 @@ so a source may reuse its buffers between yields.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, final
+
+from aiosync.foreign import stoppable
+from aiosync.passes import CLOSE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +57,7 @@ async def stream_out(
         if not the_pass.is_async:
             return await lane.run(drive, abort=the_pass.abort, grace=grace)
         await lane.run(begin, abort=the_pass.abort, grace=grace)
-        await the_pass.run_async(lane, grace=grace)
+        await _async_pass(the_pass, lane, grace)
         return await lane.run(sender.finish, abort=the_pass.abort, grace=grace)
     finally:
         sender.close()
@@ -62,9 +66,15 @@ async def stream_out(
 async def pass_along(the_pass: SourcePass, *, grace: float, lane: LaneLike) -> None:
     """The pass of a rank that does not send: it stays in the source's collectives."""
     if the_pass.is_async:
-        await the_pass.run_async(lane, grace=grace)
+        await _async_pass(the_pass, lane, grace)
     else:
         await lane.run(the_pass.run, abort=the_pass.abort, grace=grace)
+
+
+async def _async_pass(the_pass: SourcePass, lane: LaneLike, grace: float) -> None:
+    """A source that swallows its cancellation is left behind."""
+    passing = functools.partial(the_pass.run_async, lane, grace=grace)
+    await stoppable(passing, grace=grace + CLOSE_SECONDS, what="the pass over the async source")
 
 
 @final

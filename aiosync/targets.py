@@ -13,7 +13,7 @@ from aiosync.errors import Coverage, Validation
 from aiosync.glance import Glance, in_order, places_in
 from aiosync.metadata import dtype_name, first_few
 from aiosync.module_layout import compact, is_dtensor
-from aiosync.module_walk import DEVICE, DTYPE, SHAPE, are_plain, named_members, same
+from aiosync.module_walk import DEVICE, DTYPE, SHAPE, are_plain, is_freed, named_members, same
 from aiosync.overlaps import check_disjoint, lie_apart, overlaps_itself, span_of
 from aiosync.places import Places, region_of
 
@@ -367,6 +367,8 @@ def check_tensor(
         problem = f"{dtype_name(tensor.dtype)}, {how} as {dtype_name(meta.dtype)}"
     elif tensor.is_conj() or tensor.is_neg():
         problem = "a lazily conjugated or negated view, not memory of its own"
+    elif is_freed(tensor):
+        problem = "without memory: its storage was freed"
     elif overlaps_itself(tensor):
         problem = f"expanded (strides {tensor.stride()}): its elements may share memory"
     if problem is not None:

@@ -49,9 +49,11 @@ async def commit(group: WorkerGroup) -> None:
                 tasks.start_soon(one, rank)
     for rank in group.ranks:
         rank.write_off()
-    if scope.cancelled_caught:
-        late = [r for r in group.ranks if r not in done and all(r is not f for f, _ in failures)]
+    late = [r for r in group.ranks if r not in done and all(r is not f for f, _ in failures)]
+    if late:  # or its task was cancelled alone, from outside
         text = f"finish took longer than {DEFAULTS.finish_s:g} s"
+        if not scope.cancelled_caught:
+            text = "finish was cancelled from outside"
         failures += [(rank, PhaseTimeout(text, phase="finish", rank=rank.index)) for rank in late]
     if failures:
         raise _verdict(group, done, failures)

@@ -69,6 +69,11 @@ async def test_a_layout_1_mixed_dtypes_in_one_buffer(buffer, backend):
     await arrives(MIXED, backend, buffer=buffer)
 
 
+@on_every_backend
+async def test_a_layout_2_nothing_but_empty_tensors(backend):
+    await arrives({"none": torch.empty(0, 4), "nil": torch.empty(0)}, backend)
+
+
 SCALARS = {
     "scale": torch.tensor(0.125),
     "step": torch.tensor(7),

@@ -100,6 +100,12 @@ async def test_a_true_source_comes_through(kind):
     assert repr(feed) == "<SourceFeed of 3/3 tensors, rank 0>"
 
 
+def freed(tensor):
+    """What a sharded module leaves of a layer that is not in use; to read it ends the process."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 LIES = {
     "too few": (good()[:1], "ended after 1 of 3 tensors: l.0.b is missing", "l.0.b"),
     "nothing": ([], "a is missing", "a"),
@@ -123,6 +129,8 @@ LIES = {
     "no name": (with_pair(0, (b"a", torch.ones(2))), "position 0", None),
     "triple": (with_pair(2, (*good()[2], 1)), "position 2", None),
     "sparse": (with_pair(0, ("a", torch.ones(2).to_sparse())), "layout", "a"),
+    "freed": (with_pair(0, ("a", freed(torch.ones(2)))), "storage was freed", "a"),
+    "freed behind a view": (with_pair(0, ("a", freed(torch.ones(4)[2:]))), "was freed", "a"),
 }  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
+import inspect
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from looped import BUDGET, change, looped
 from torch import nn
 
 import aiosync
-from aiosync import Budget, State
+from aiosync import Budget, State, foreign
 from aiosync.testing import DirectClient
 from transports.loopback import LoopbackLink
 
@@ -45,7 +46,8 @@ class Faulty:
         async def call(*args, **options):
             hit = self.active and name == self._method
             if hit and self._instead:
-                return self._fault()
+                answer = self._fault()
+                return await answer if inspect.isawaitable(answer) else answer
             reply = await method(*args, **options)
             return self._fault() if hit else reply
 
@@ -101,6 +103,67 @@ async def test_a_stray_cancellation_of_a_client_is_not_success(method):
 
 
 @pytest.mark.fault("A-SILENT-2")
+@pytest.mark.parametrize(
+    "method",
+    ["start_weight_update", "update_weights", "prepare_weight_update", "finish_weight_update"],
+)
+async def test_a_client_that_cancels_its_own_task_is_not_success(method):
+    def cancel():
+        asyncio.current_task().cancel("somebody else's task")
+        return asyncio.sleep(0)
+
+    error = await faulty_round(method, cancel)
+    assert isinstance(error, RuntimeError | aiosync.OutcomeUnknown)
+    assert "somebody else's task" in str(error)
+
+
+async def test_a_cancelled_task_of_the_library_is_not_success():
+    """As of a program that cancels all tasks of the loop but those it knows."""
+
+    def cancel():
+        for task in asyncio.all_tasks() - mine:
+            task.cancel()
+        return {}
+
+    mine = asyncio.all_tasks()
+    error = await faulty_round("finish_weight_update", cancel)
+    assert isinstance(error, aiosync.AiosyncError)
+
+
+async def test_a_client_that_swallows_cancellation_does_not_keep_the_round():
+    async def stay():
+        while not over:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    over = []
+    try:
+        error = await faulty_round("prepare_weight_update", stay)
+        assert isinstance(error, aiosync.PhaseTimeout)
+    finally:
+        over.append(True)
+        await end_those_left_behind()
+
+
+async def end_those_left_behind():
+    for task in set(foreign._LEFT):
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_a_client_has_to_hand_inits_answer_on():
+    model = nn.Linear(2, 2)
+    with LoopbackLink() as link:
+        async with worker_of(model) as worker:
+            client = Faulty(worker, "init_weight_transfer_engine", lambda: None, instead=False)
+            async with trainer_of(client, model, link) as trainer:
+                with pytest.raises(aiosync.ProtocolMismatch, match="has to return it"):
+                    await trainer.send_weights(budget=BUDGET)
+                client.active = False
+                await trainer.send_weights(budget=BUDGET)
+
+
+@pytest.mark.fault("A-SILENT-2")
 @pytest.mark.parametrize("answer", [{"success": False, "message": "no memory"}, (False, "no")])
 async def test_a_returned_denial_is_not_success(answer):
     error = await faulty_round("update_weights", lambda: answer, instead=False)
@@ -132,6 +195,31 @@ class Cancelling:
             yield pair
         if self.count is not None:
             stray()
+
+
+class Staying(Cancelling):
+    """An async source that swallows every cancellation, until it is `over`."""
+
+    over = False
+
+    async def iter_full(self):
+        for position, pair in enumerate(self.inner.iter_full()):
+            while position == self.count and not self.over:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+            yield pair
+
+
+async def test_an_async_source_that_swallows_cancellation_does_not_keep_the_round():
+    async with looped(source=lambda model: Staying(model, 2)) as pair:
+        try:
+            with pytest.raises(aiosync.PhaseTimeout):
+                await pair.trainer.send_weights(budget=Budget(total=5, stall=1))
+        finally:
+            pair.trainer.source.over = True
+            await end_those_left_behind()
+        pair.trainer.source.count = None
+        await pair.assert_next_round_works()
 
 
 @pytest.mark.parametrize("count", [0, 2, 6])

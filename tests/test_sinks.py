@@ -233,6 +233,11 @@ def test_dtypes_are_exact(mode, here, sent):
         make_sink({"w": torch.zeros(2, dtype=here)}, mode).begin([ParamMeta("w", sent, (2,))])
 
 
+def freed(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.fault("A-LAYOUT-12")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
@@ -243,6 +248,8 @@ def test_dtypes_are_exact(mode, here, sent):
         ({"w": torch.zeros(1).expand(4)}, "w is expanded"),
         ({"w": torch.zeros(4).to_sparse()}, "w is of layout"),
         ({"w": torch.zeros(4, dtype=torch.complex64).conj().imag}, "w is a lazily"),
+        ({"w": freed(torch.zeros(4))}, "w is without memory"),
+        ({"w": freed(torch.zeros(8)[4:])}, "w is without memory"),
     ],
 )
 def test_destinations_that_cannot_be_written(mode, model, text):

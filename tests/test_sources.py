@@ -224,6 +224,14 @@ def test_three_names_for_one_tensor():
     assert source.aliases == {"b": "a", "c": "a"}
 
 
+@pytest.mark.fault("A-NAMES-1")
+def test_a_module_that_contains_itself_is_refused():
+    net = nn.Sequential(nn.Linear(2, 2))
+    net[0].back = net
+    with pytest.raises(Validation, match="Sequential contains itself"):
+        _ = ModuleSource(net).metadata
+
+
 @pytest.mark.fault("A-LAYOUT-12")
 def test_tensors_without_data_are_named():
     net = Net()

@@ -63,10 +63,8 @@ class PlacedChunk:
         self.resident: list[bool] | None = None
         if any(self._homes):
             self.resident = [home is not None for home in self._homes]
-        self.copied = self.resident is None or any(
-            nbytes and not is_there
-            for nbytes, is_there in zip(self.nbytes, self.resident, strict=True)
-        )
+        there = self.resident or [False] * len(pieces)
+        self.copied = any(n and not here for n, here in zip(self.nbytes, there, strict=True))
         self._segment: Segment | None = None
         self.base = 0
         self.addresses: list[int] = []

@@ -84,7 +84,8 @@ class Frames:
         self._verified = verified
         frames = [section.frame_nbytes(verified=verified) for section in self.sections]
         size = max(frames, default=0)
-        count = min(2, sum(1 for nbytes in frames if nbytes))
+        # One at least: tensors without a byte have their place in a frame, too.
+        count = max(1, min(2, sum(1 for nbytes in frames if nbytes)))
         self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
 
     def frame(self, index: int) -> torch.Tensor:
@@ -96,7 +97,7 @@ class Frames:
 
     def buffer_of(self, index: int) -> int:
         """Which buffer a section's frame lies in."""
-        return index % max(1, len(self._buffers))
+        return index % len(self._buffers)
 
     def packed(self, index: int) -> torch.Tensor:
         """The packed bytes of a section's frame, padding included."""

@@ -1,0 +1,64 @@
+"""Coroutines that others wrote (clients, sources, steps), awaited so that they cannot keep a round.
+
+Each runs in a task of its own. A cancellation is passed on once, as asyncio does it; one that does
+not end then, since it swallows the cancellation, is left behind after a while, and said so in the
+log. What it does to its own task (cancel it, too) reaches nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+_LEFT: set[asyncio.Task[Any]] = set()
+# The loop holds tasks weakly, and a task that is destroyed before its end complains.
+
+
+async def stoppable(fn: Callable[[], Awaitable[T]], *, grace: float, what: str) -> T:
+    """Await ``fn()``; when cancelled, give it `grace` seconds to end.
+
+    Args:
+        what: Its name in the log and in errors.
+
+    Raises:
+        RuntimeError: It was cancelled, although nobody asked for that: it is no success, and a
+            task group would take the cancellation for its own and drop it.
+    """
+
+    async def body() -> T:
+        return await fn()
+
+    task = asyncio.get_running_loop().create_task(body(), name=what)
+    try:
+        await asyncio.wait([task])
+    except BaseException:
+        task.cancel()
+        with anyio.move_on_after(grace, shield=True):  # bounded by `grace`
+            await asyncio.wait([task])
+        raise
+    finally:
+        if not task.done():
+            logger.warning("%s does not end although it was cancelled: left behind", what)
+            _LEFT.add(task)
+            task.add_done_callback(_LEFT.discard)
+        task.add_done_callback(_retrieve)
+    try:
+        return task.result()
+    except asyncio.CancelledError as error:
+        text = f"{what} raised {error!r}, although nothing was cancelled"
+        raise RuntimeError(text) from error
+    finally:
+        del task  # an error's traceback has this frame in it
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.debug("%s ended with %r", task.get_name(), task.exception())
