@@ -161,6 +161,11 @@ class Session:
             raise job.error
         return job.result
 
+    @property
+    def asked(self) -> list[str]:
+        """Which of the named jobs were handed in so far."""
+        return list(self._named)
+
     def was_asked(self, *keys: str) -> bool:
         """Whether a job of one of `keys` was handed in."""
         return any(key in self._named for key in keys)
