@@ -64,7 +64,7 @@ async def test_a_ticket_carries_its_target():
         orders = [ticket.version.order for ticket in (first, model, second)]
         assert orders == [1, 1, 2]
         assert aiosync.RoundTicket.decode(first.encode()) == first
-        with pytest.raises(Validation, match="ticket.target is draft"):
+        with pytest.raises(Validation, match=r"ticket\.target is draft"):
             await pair.trainer.send_weights(ticket=first, target=Model())
         report = await pair.trainer.send_weights(ticket=first.encode())
         assert (report.target, report.round) == ("draft", 1)
