@@ -26,9 +26,7 @@ async def linked(backend="ipc", **options):
     async with (
         replica(seed=2, tcp=True, backend=backend) as worker,
         lossy(worker.url) as link,
-        aiosync.connect(
-            source, workers=[aiosync.Member("w", link.url)], backend=backend
-        ) as sync,
+        aiosync.connect(source, workers=[aiosync.Member("w", link.url)], backend=backend) as sync,
     ):
         await sync.send_weights(version=1, budget=BUDGET)
         link.calls.clear()
