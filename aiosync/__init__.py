@@ -202,6 +202,7 @@ if TYPE_CHECKING:
     from aiosync.metadata import (
         materialize_full_tensor as materialize_full_tensor,
     )
+    from aiosync.pause import Pause as Pause
     from aiosync.push import PushSession as PushSession
     from aiosync.relay import RelaySink as RelaySink
     from aiosync.relay import TensorReceiver as TensorReceiver
@@ -326,6 +327,7 @@ _LAZY = {
     "PeerState": "aiosync.messages",
     "PushSession": "aiosync.push",
     "Placement": "aiosync.metadata",
+    "Pause": "aiosync.pause",
     "PlanSummary": "aiosync.memory_plan",
     "Readiness": "aiosync.client_protocol",
     "Replicate": "aiosync.metadata",

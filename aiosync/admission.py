@@ -11,8 +11,6 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
-import msgspec
-
 from aiosync.errors import Busy, WrongLoop, WrongProcess
 from aiosync.round import Round
 from aiosync.round_options import NEXT
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from aiosync.round_options import RoundSettings
     from aiosync.source_side import SourceSide
     from aiosync.trainer import TrainerWeightTransferEngine
+    from aiosync.weight_targets import Target
 
 
 @final
@@ -154,8 +153,8 @@ class Admission:
     def make_inner(self, settings: RoundSettings) -> Round:
         """A round inside the one that has the slot, of which it takes the ticket."""
         outer = self.current
-        if outer is not None and settings.ticket is None:
-            settings = msgspec.structs.replace(settings, ticket=outer.settings.ticket)
+        if outer is not None:
+            settings = settings.inside(outer.settings)
         round = self.make(settings)
         round.outer = outer
         self._loop = _running_loop()
@@ -190,12 +189,12 @@ class Admission:
         """Settle the version at the round's turn: by now the last one is known."""
         round.version = self._resolve(round.settings)
 
-    def next_after(self, version: Any, *others: Version | None) -> Version:
-        """The version meant by `version` after all that this trainer sent, and `others`."""
+    def next_after(self, version: Any, target: Target, *others: Version | None) -> Version:
+        """The version of `target` meant by `version`, after all that were sent, and `others`."""
         if isinstance(version, Version):
             return version
         engine = self._engine
-        known = [engine.version, *(link.version for link in engine.links), *others]
+        known = [engine.held(target), *(link.held(target) for link in engine.links), *others]
         mine = [v for v in known if v is not None and v.lineage == engine.lineage]
         current = max(mine, key=lambda v: v.order, default=None)
         if version is NEXT:
@@ -205,7 +204,7 @@ class Admission:
     def _resolve(self, settings: RoundSettings) -> Version:
         if settings.ticket is not None:
             return check_version(settings.version, settings.ticket)
-        return self.next_after(settings.version)
+        return self.next_after(settings.version, settings.target)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:

@@ -43,22 +43,7 @@ async def commit(round: Round) -> None:
 
     async def one(link: MemberLink) -> None:
         link.outcome = "unknown"
-        try:
-            reply = await link.call("finish_weight_update", round.label, header=round.header(link))
-            if link.speaks_ours and not _confirms(round, getattr(reply, "peer", None)):
-                raise ProtocolMismatch("the answer does not say that the version is committed")
-        except (PeerLost, PhaseTimeout, ProtocolMismatch, Fenced) as error:
-            # Fenced: the call may have come twice, and somebody taken over in between.
-            await _ask(round, link, error)
-        except AiosyncError as error:
-            if error.code != AiosyncError.code or not link.supports("status"):
-                link.outcome = "failed"
-                raise
-            await _settle(round, link, error)
-        except Exception as error:
-            if not link.supports("status"):
-                raise
-            await _ask(round, link, error)  # a client's own error says nothing about the worker
+        await _finish(round, link, again=True)
         link.outcome = "committed"
 
     async def all_of_them() -> None:
@@ -69,6 +54,26 @@ async def commit(round: Round) -> None:
 
     await hold_on(all_of_them, grace=round.budget.cleanup / 2)
     raise_ranked(failures)
+
+
+async def _finish(round: Round, link: MemberLink, *, again: bool) -> None:
+    """Send finish to one member; returns if it says that it committed."""
+    try:
+        reply = await link.call("finish_weight_update", round.label, header=round.header(link))
+        if link.speaks_ours and not confirms(round, getattr(reply, "peer", None)):
+            raise ProtocolMismatch("the answer does not say that the version is committed")
+    except (PeerLost, PhaseTimeout, ProtocolMismatch, Fenced) as error:
+        # Fenced: the call may have come twice, and somebody taken over in between.
+        await _ask(round, link, error, again=again)
+    except AiosyncError as error:
+        if error.code != AiosyncError.code or not link.supports("status"):
+            link.outcome = "failed"
+            raise
+        await _settle(round, link, error)
+    except Exception as error:
+        if not link.supports("status"):
+            raise
+        await _ask(round, link, error, again=again)  # it says nothing about the worker
 
 
 async def _settle(round: Round, link: MemberLink, error: AiosyncError) -> None:
@@ -85,19 +90,25 @@ async def _settle(round: Round, link: MemberLink, error: AiosyncError) -> None:
             link.outcome = "failed"
         except Exception:  # noqa: BLE001  it cannot be asked: its outcome stays unknown
             raise error from error.__cause__
-    if not _confirms(round, link.peer):
+    if not confirms(round, link.peer):
         raise error
 
 
-def _confirms(round: Round, peer: PeerState | None) -> bool:
-    if peer is None or peer.state in BUSY or peer.version is None:
+def confirms(round: Round, peer: PeerState | None) -> bool:
+    """Whether the peer says that it holds what this round carries."""
+    if peer is None or peer.state in BUSY:
         return False
-    mine, theirs = round.version, peer.version  # finish may have given it another label
-    return (mine.lineage, mine.order) == (theirs.lineage, theirs.order)
+    mine, theirs = round.version, peer.held(round.target)
+    # Not by label: finish may have given it another one.
+    return theirs is not None and (mine.lineage, mine.order) == (theirs.lineage, theirs.order)
 
 
-async def _ask(round: Round, link: MemberLink, lost: Exception) -> None:
-    """Finish got no answer. Returns if the member says it committed."""
+async def _ask(round: Round, link: MemberLink, lost: Exception, *, again: bool) -> None:
+    """Finish got no answer. Returns if the member says it committed.
+
+    Finish is sent once more where the member says that it never came: its round is open, and it
+    was not asked to commit.
+    """
     deadline = time.monotonic() + round.budget.cleanup
     while link.supports("status") and time.monotonic() < deadline:
         try:
@@ -106,11 +117,14 @@ async def _ask(round: Round, link: MemberLink, lost: Exception) -> None:
             await anyio.sleep(_ASK_AGAIN_S)
             continue
         peer = link.peer
-        if _confirms(round, peer):
+        if confirms(round, peer):
             return
         if peer is not None and peer.state not in BUSY:
             link.outcome = "failed"
             raise lost
+        if again and peer is not None and _never_came(round, peer):
+            await _finish(round, link, again=False)
+            return
         await anyio.sleep(_ASK_AGAIN_S)
     raise OutcomeUnknown(
         f"finish was sent, its answer never came: {first_line(lost)}",
@@ -118,3 +132,13 @@ async def _ask(round: Round, link: MemberLink, lost: Exception) -> None:
         phase="finish",
         weights="unknown",
     ) from lost
+
+
+def _never_came(round: Round, peer: PeerState) -> bool:
+    asked = peer.detail.get("asked")
+    return (
+        isinstance(asked, list)
+        and peer.detail.get("round") == round.number
+        and peer.owner == round.engine.owner
+        and "finish" not in asked
+    )

@@ -11,12 +11,15 @@ from aiosync.client import HTTPVLLMWeightSyncClient, capabilities_of
 from aiosync.errors import Validation
 from aiosync.factory import WeightTransferTrainerFactory
 from aiosync.fleet import FleetClient, Member
+from aiosync.pause import arounds_of, pause_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from aiosync.client_protocol import VLLMWeightSyncClient
+    from aiosync.pause import Pause
+    from aiosync.round_options import Around, RoundOptions
     from aiosync.sources import Source
     from aiosync.trainer import TrainerWeightTransferEngine
     from statemachines.hub import TransitionHub
@@ -32,6 +35,8 @@ def connect(
     token: str | None = None,
     token_file: str | None = None,
     hub: TransitionHub | None = None,
+    pause: Pause | None = None,
+    around: Sequence[Around] = (),
     **options: Any,
 ) -> AbstractAsyncContextManager[TrainerWeightTransferEngine]:
     """An initialised trainer engine for `model`, closed when the block is left.
@@ -43,6 +48,7 @@ def connect(
             a backend's name.
         token, token_file: What the workers' servers ask for.
         hub: Watch through a hub of your own, the init included.
+        pause, around: Of every round that does not give its own; see `RoundOptions`.
         options: Fields of the backend's trainer init info.
 
     Raises:
@@ -50,12 +56,15 @@ def connect(
         PeerLost, Unauthorized, ProtocolMismatch: A worker could not be reached or used; named.
     """
 
+    defaults: RoundOptions = {"pause": pause_of(pause), "around": arounds_of(around)}
+
     async def opened() -> TrainerWeightTransferEngine:
         members = _members(workers, token, token_file)
         info = _init_info(await _choose(backend, members), options)
         engine: TrainerWeightTransferEngine = await WeightTransferTrainerFactory.trainer_init(
             info, client=FleetClient(members), source=model, hub=hub
         )
+        engine.round_defaults = defaults
         return engine
 
     return _Connection(opened)

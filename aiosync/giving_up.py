@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from aiosync.commit import confirms
 from aiosync.concurrency import first_line, quietly, run_to_end
 from aiosync.errors import Fenced
 from aiosync.watchable import BUSY
@@ -65,16 +66,28 @@ async def abort_members(round: Round, cause: BaseException) -> None:
     reason = f"{type(cause).__name__}: {first_line(cause)}"[:500]
 
     async def one(link: MemberLink) -> None:
-        before = link.phase, link.error
-        await link.call("abort_weight_update", reason, header=round.header(link))
-        link.phase, link.error = before
-        if not round.sent_finish and link.peer is not None and link.peer.state not in BUSY:
-            link.outcome = "aborted"
+        try:
+            if link.supports("abort") and link.outcome not in ("committed", "failed"):
+                before = link.phase, link.error
+                await link.call("abort_weight_update", reason, header=round.header(link))
+                link.phase, link.error = before
+                _settle(round, link)
+        finally:
+            await round.holds.lift(link)
 
     async with anyio.create_task_group() as group:
         for link in round.links:
-            if link.supports("abort") and link.outcome not in ("committed", "failed"):
-                group.start_soon(quietly, one, link)
+            group.start_soon(quietly, one, link)
+
+
+def _settle(round: Round, link: MemberLink) -> None:
+    """The member has answered the abort, and so says what became of the round there."""
+    if link.peer is None or link.peer.state in BUSY:
+        return
+    if not round.sent_finish:
+        link.outcome = "aborted"
+    elif link.outcome == "unknown":  # finish had no answer, or none in time
+        link.outcome = "committed" if confirms(round, link.peer) else "failed"
 
 
 def _flip(round: Round, cause: BaseException) -> None:
@@ -93,10 +106,12 @@ def _flip(round: Round, cause: BaseException) -> None:
         for link in round.links
     )
     if round.sent_finish:
-        engine.cycle.mixed = round.version
+        engine.cycle.mixed = (round.target, round.version)
     if isinstance(cause, Fenced):
         engine.cycle.fenced = cause
-    usable = confirmed and engine.reusable_after_abort and engine.source_side.healthy
+    untouched = all(link.untouched for link in round.links)  # a pause costs no channel
+    reusable = untouched or (confirmed and engine.reusable_after_abort)
+    usable = reusable and engine.source_side.healthy
     engine.machine.fire(
         Trigger.ABORT if usable else Trigger.FAIL,
         phase=round.phase,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from aiosync.messages import PeerState, RoundHeader
     from aiosync.version import Version
+    from aiosync.weight_targets import Target
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -75,8 +76,17 @@ class MemberLink:
         return self.peer is not None and self.peer.incarnation != self.known_incarnation
 
     @property
+    def untouched(self) -> bool:
+        """Whether this round has done nothing to it but pause it."""
+        return self.phase in (None, "pause")
+
+    @property
     def version(self) -> Version | None:
         return self.peer.version if self.peer is not None else None
+
+    def held(self, target: Target) -> Version | None:
+        """What it was last seen holding of `target`."""
+        return None if self.peer is None else self.peer.held(target)
 
     @property
     def world_size(self) -> int:
@@ -112,9 +122,12 @@ class MemberLink:
         if before is None or _progress(before) != _progress(peer):
             self.progress_at = time.monotonic()
 
-    async def call(self, method: str, *args: Any, header: RoundHeader | None = None) -> Any:
+    async def call(
+        self, method: str, *args: Any, header: RoundHeader | None = None, **options: Any
+    ) -> Any:
         """Call a client method; errors come back carrying this member's name."""
         extra = {"header": header} if header is not None and self.speaks_ours else {}
+        extra |= options
         try:
             asked = functools.partial(getattr(self.client, method), *args, **extra)
             what = f"{method} of the client of {self.name}"

@@ -17,7 +17,7 @@ from aiosync.errors import KINDS, AiosyncError, ProtocolMismatch, Unauthorized, 
 
 # At run time: msgspec resolves the annotations of a Struct when it is first decoded.
 from aiosync.version import Version
-from aiosync.weight_targets import Target
+from aiosync.weight_targets import MODEL, Target
 
 PROTOCOL = 1
 
@@ -37,7 +37,6 @@ class RoundHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         lease_s: Silence after which the worker gives the round up.
         deadline_s: Seconds that are left for the round (clocks are not compared).
         version: What this round carries; sent with ``start``.
-        base_version: What the sender believes the worker holds.
         digest: Of the chunk plan.
         metadata_digest: Digest over names, dtypes and shapes, instead of sending them again.
         target: What the round updates; None: the model. Sent with ``start``.
@@ -50,7 +49,6 @@ class RoundHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     lease_s: Seconds | None = None
     deadline_s: Seconds | None = None
     version: Version | None = None
-    base_version: Version | None = None
     rollback: bool = False
     digest: Name | None = None
     metadata_digest: Name | None = None
@@ -84,6 +82,10 @@ class PeerState(msgspec.Struct, frozen=True, kw_only=True):
     world_size: Count = 1
     lease_s: float | None = None
     detail: dict[str, Any] = {}
+
+    def held(self, target: Target) -> Version | None:
+        """Its version of `target`."""
+        return self.version if target == MODEL else self.versions.get(target.key)
 
 
 class PlainBody(msgspec.Struct, frozen=True, kw_only=True):

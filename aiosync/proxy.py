@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from aiosync.commit import commit
 from aiosync.defaults import DEFAULTS
+from aiosync.member_checks import opening_call
 from aiosync.members import fan_out
 from aiosync.version import renamed
 from statemachines.tables import Trigger, Weights
@@ -37,7 +38,9 @@ class ClientProxy:
             engine.next_round(this)
         await engine.machine.pass_gates(Trigger.START, **self._facts())
         engine.machine.fire(Trigger.START, **self._facts())
-        await self._all("start", "start_weight_update")
+        await self._all("start", None)
+        if this is not None:
+            this.holds.start_clocks()
 
     async def update_weights(self, update_info: Any) -> None:
         await self._all("update", "update_weights", update_info)
@@ -53,18 +56,22 @@ class ClientProxy:
         if this is None:
             await self._all("finish", "finish_weight_update", weight_version)
         else:
+            await this.holds.take("swap")
             this.phase, this.sent_finish = "finish", True
             await commit(this)
             engine.committed(this)
         engine.machine.fire(Trigger.COMPLETE, weights=Weights.INTACT, **self._facts())
 
-    async def _all(self, phase: str, method: str, *args: Any) -> None:
+    async def _all(self, phase: str, method: str | None, *args: Any) -> None:
         this = self._engine.admission.current
         if this is not None:
             this.phase = phase
 
         async def call(link: MemberLink) -> None:
-            await link.call(method, *args, header=None if this is None else this.header(link))
+            if this is None:
+                await link.call(method or "start_weight_update", *args)
+                return
+            await link.call(method or opening_call(this, link), *args, header=this.header(link))
 
         await fan_out(self._engine.links, call, phase=phase, linger=DEFAULTS.cleanup_s)
 

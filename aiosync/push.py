@@ -273,4 +273,5 @@ def open_session(
         raise Validation(
             f"{type(engine).__name__} overrides send_weights: it takes its tensors from its source"
         )
-    return PushSession(engine, RoundSettings.of("session", version, options), metadata=metadata)
+    settings = RoundSettings.of("session", version, engine.round_defaults | options)
+    return PushSession(engine, settings, metadata=metadata)

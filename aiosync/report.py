@@ -22,6 +22,8 @@ class MemberOutcome(msgspec.Struct, frozen=True, kw_only=True):
         phase: Where it failed.
         error: Text of the error, the remote text included.
         seconds: From the first call to this member's last answer.
+        pause_seconds: How long its generation stood still during the round, as it measured.
+        left_paused: Why its generation was not seen going on again.
     """
 
     name: str
@@ -30,11 +32,14 @@ class MemberOutcome(msgspec.Struct, frozen=True, kw_only=True):
     phase: str | None = None
     error: str | None = None
     seconds: float = 0.0
+    pause_seconds: float = 0.0
+    left_paused: str | None = None
 
     def __str__(self) -> str:
         where = f" in {self.phase}" if self.phase else ""
         why = f": {self.error.splitlines()[0]}" if self.error else ""
-        return f"{self.name} {self.outcome}{where} (weights {self.weights}){why}"
+        paused = f"; {self.left_paused}" if self.left_paused else ""
+        return f"{self.name} {self.outcome}{where} (weights {self.weights}){why}{paused}"
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +49,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         outcome: ``"committed"`` only if every member that counts has the new weights.
         version: What was sent; None for a round without a version.
         round: Number of the round within its epoch.
+        target: What was updated: ``"model"``, ``"draft"`` or ``"adapter:<name>"``.
         nbytes: Payload bytes that were sent, once per link.
         seconds: Wall time of each phase.
         pause_seconds: How long generation stood still, the longest member.
@@ -57,6 +63,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     version: Version | None = None
     round: int = 0
+    target: str = "model"
     backend: str = ""
     nbytes: int = 0
     seconds: dict[str, float] = {}

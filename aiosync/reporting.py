@@ -27,7 +27,9 @@ def make_report(round: Round, error: BaseException | None, *, took: float) -> Re
         backend=engine.backend_name,
         nbytes=round.nbytes,
         seconds={**round.seconds, "total": took},
-        members=[_member(link, error) for link in round.links],
+        members=[_member(round, link, error) for link in round.links],
+        target=round.target.key,
+        pause_seconds=max((round.holds.seconds(link) for link in round.links), default=0.0),
         digest=summary.digest if summary is not None else None,
         verified=summary is not None and summary.digest is not None,
         left_out=_left_out(round, error),
@@ -58,7 +60,7 @@ def _outcome(round: Round, error: BaseException | None) -> str:
     return "unknown" if outcomes & {"committed", "unknown"} else "failed"
 
 
-def _member(link: MemberLink, error: BaseException | None) -> MemberOutcome:
+def _member(round: Round, link: MemberLink, error: BaseException | None) -> MemberOutcome:
     committed = error is None
     outcome: MemberResult = "failed"
     if committed or link.outcome == "committed":
@@ -73,6 +75,8 @@ def _member(link: MemberLink, error: BaseException | None) -> MemberOutcome:
         phase=None if outcome == "committed" else link.phase,
         error=link.error or _blame(link, error),
         seconds=link.seconds,
+        pause_seconds=round.holds.seconds(link),
+        left_paused=round.holds.left_paused.get(link.name),
     )
 
 

@@ -23,11 +23,15 @@ from aiosync.defaults import DEFAULTS
 from aiosync.errors import Fenced, InvalidTransition, PhaseTimeout, RoundCancelled, Validation
 from aiosync.giving_up import abort_members, give_up
 from aiosync.liveness import kept_alive, watched
+from aiosync.member_checks import check_options, opening_call
 from aiosync.members import MemberLink, fan_out, opened, unanswered
 from aiosync.messages import PROTOCOL, RoundHeader
 from aiosync.metadata import first_few
 from aiosync.rendezvous import meet
+from aiosync.repeating import reliably
 from aiosync.reporting import make_report
+from aiosync.round_holds import Holds
+from aiosync.weight_targets import MODEL
 from statemachines.tables import State, Trigger, Weights
 
 if TYPE_CHECKING:
@@ -41,6 +45,9 @@ if TYPE_CHECKING:
     from aiosync.version import Version
     from transports.planning import Plan
     from transports.stream import StreamSummary
+
+
+_SHORT = ("pause", "start", "prepare", "finish")  # an update's silence has other causes
 
 
 @final
@@ -60,6 +67,8 @@ class Round:
         self.version = version
         self.settings = settings
         self.budget = settings.budget
+        self.target = settings.target
+        self.holds = Holds(self)
         self.number = 0
         self.phase = "admit"
         self.seconds: dict[str, float] = {}
@@ -199,6 +208,7 @@ class Round:
         with self._timed("admit", self.budget.admit or DEFAULTS.admit_s):
             await engine.cycle.ensure_initialized(self)
             engine.tickets.check(self.settings)
+            check_options(self)
             await self._validate()
             engine.tickets.check_plan(self)
             await engine.machine.pass_gates(Trigger.START, version=self.label)
@@ -222,15 +232,19 @@ class Round:
         engine.machine.fire(Trigger.COMPLETE, weights=Weights.INTACT, **self.facts())
 
     async def _carry_out(self) -> None:
+        await self._hold("round")
         with self._timed("start", self.budget.admit or DEFAULTS.admit_s):
             await self._start()
+        self.holds.start_clocks()
         with self._timed("update", None):
             await self._transfer()
         self.engine.machine.fire(Trigger.FINALIZE, **self.facts())
         with self._timed("prepare", self.budget.finish or DEFAULTS.finish_s):
             await self._prepare()
+        await self._hold("swap")
         with self._timed("finish", self.budget.finish or DEFAULTS.finish_s):
             await self._finish()
+        await self.holds.lift_all(seconds=self.budget.cleanup)
 
     async def _validate(self) -> None:
         side, grace = self.source_side, self.budget.cleanup / 2
@@ -253,7 +267,7 @@ class Round:
 
     async def _start(self) -> None:
         try:
-            await self._all("start_weight_update")
+            await self._all("start", None)
         except (InvalidTransition, Fenced) as error:
             if self.recovered or not self.engine.recovers or not await self._peer_restarted():
                 raise
@@ -262,9 +276,10 @@ class Round:
             self.recovered = True
             await abort_members(self, error)  # those whose start went through
             await meet(self.engine)  # it, and all others, get a new epoch
+            await self.holds.take("round")
             if self.settings.ticket is not None:
                 self.engine.tickets.check_epochs(self.settings.ticket)
-            await self._all("start_weight_update")
+            await self._all("start", None)
 
     async def _peer_restarted(self) -> bool:
         able = [link for link in self.links if link.speaks_ours]
@@ -280,7 +295,7 @@ class Round:
             if payload is None:
                 return  # the data leg makes these calls as it goes
             try:
-                await watched(self, lambda: self._all("update_weights", payload))
+                await watched(self, lambda: self._all("update", "update_weights", payload))
             except Exception as error:  # noqa: BLE001  raised again, out of its group
                 cause = collapse(error)
                 if self.engine.ranks.size > 1:
@@ -301,7 +316,7 @@ class Round:
             for link in self.links
             if link.supports("prepare") and not link.has_verified(self.number)
         ]
-        await self._all("prepare_weight_update", links=ready)
+        await self._all("prepare", "prepare_weight_update", links=ready)
 
     async def _finish(self) -> None:
         await self.engine.machine.pass_gates(
@@ -333,19 +348,29 @@ class Round:
             lease_s=self.engine.lease_s,
             deadline_s=self.seconds_left,
             version=self.version,
-            base_version=link.version,
+            target=None if self.target == MODEL else self.target,
             # A member that holds this very version although it was never committed by all (an
             # earlier round ended mixed) takes it again; any other repeat needs the caller's word.
             rollback=self.settings.rollback
-            or (link.version == self.version and self.engine.cycle.mixed == self.version),
+            or (
+                link.held(self.target) == self.version
+                and self.engine.cycle.mixed == (self.target, self.version)
+            ),
             digest=self.plan.digest if self.plan is not None else None,
         )
 
-    async def _all(self, method: str, *args: Any, links: list[MemberLink] | None = None) -> None:
+    async def _hold(self, scope: str) -> None:
+        if self.settings.pause is not None or self.settings.around:
+            with self._timed("pause", self.budget.pause or DEFAULTS.pause_s):
+                await self.holds.take(scope)
+
+    async def _all(
+        self, phase: str, method: str | None, *args: Any, links: list[MemberLink] | None = None
+    ) -> None:
         await fan_out(
             self.links if links is None else links,
-            lambda link: link.call(method, *args, header=self.header(link)),
-            phase=_PHASE_OF[method],
+            lambda link: reliably(self, link, method or opening_call(self, link), *args),
+            phase=phase,
             linger=self.budget.cleanup / 4,
         )
 
@@ -363,16 +388,9 @@ class Round:
 
     def _late(self, what: str, seconds: float, why: str = "") -> PhaseTimeout:
         text, late = f"{what} took longer than its {seconds:g} s{why}", []
-        if self.phase in ("start", "prepare", "finish"):  # an update's silence has other causes
+        if self.phase in _SHORT:
             late = unanswered(self.links, self.phase)
         if late:
             text += f": no answer from {first_few(late)}"
         replica = late[0] if late else None
         return PhaseTimeout(text, replica=replica, phase=self.phase, round=self.number)
-
-
-_PHASE_OF = {
-    "start_weight_update": "start",
-    "update_weights": "update",
-    "prepare_weight_update": "prepare",
-}

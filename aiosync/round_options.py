@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypedDict, final
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, TypedDict, final
 
 import msgspec
 
 from aiosync.budget import Budget
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
+from aiosync.pause import Pause, arounds_of, pause_of
 from aiosync.ticket import RoundTicket, ticket_of
+from aiosync.weight_targets import MODEL, Target, check_target
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from aiosync.fleet import Member
 
 OnBusy = Literal["raise", "wait", "supersede"]
+Around: TypeAlias = Callable[["Member"], AbstractAsyncContextManager[Any]]
 _ON_BUSY = ("raise", "wait", "supersede")
 
 
@@ -46,8 +53,12 @@ class RoundOptions(TypedDict, total=False):
         rollback: Allow a version that is not newer than the workers'.
         on_busy: What to do while another round runs: ``"raise"`` `Busy`, ``"wait"`` for its end,
             in the order of the calls, or ``"supersede"``: cancel whatever runs and waits.
-        ticket: A `RoundTicket`, or its string: the round runs under its number, its version and
-            its deadline.
+        ticket: A `RoundTicket`, or its string: the round runs under its number, its version, its
+            target and its deadline.
+        target: What the round updates: `Model`, `Draft` or `Adapter`; each has its own version.
+        pause: A `Pause`: generation of every member stands still meanwhile.
+        around: Functions that take a `Member` and return an async context manager, which is
+            entered once the member is paused and left before it goes on.
     """
 
     timeout: float | None
@@ -55,6 +66,9 @@ class RoundOptions(TypedDict, total=False):
     rollback: bool
     on_busy: OnBusy
     ticket: RoundTicket | str | None
+    target: Target
+    pause: Pause | None
+    around: Sequence[Around]
 
 
 OPTIONS: Final = tuple(RoundOptions.__annotations__)
@@ -75,6 +89,9 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     rollback: bool = False
     on_busy: OnBusy = "raise"
     ticket: RoundTicket | None = None
+    target: Target = MODEL
+    pause: Pause | None = None
+    around: tuple[Around, ...] = ()
     total: float
     deadline: float
     expired_s: float | None = None
@@ -92,6 +109,15 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise TypeError(f"{what}() takes no {name}=; it takes {', '.join(OPTIONS)}")
         return cls._made(version=version, **options)
 
+    def inside(self, outer: Self) -> Self:
+        """Of a round inside another: its ticket and target are that one's, and so is a pause."""
+        changes: dict[str, Any] = {"target": outer.target}
+        if self.ticket is None:
+            changes["ticket"] = outer.ticket
+        if outer.pause is not None or outer.around:
+            changes |= {"pause": None, "around": ()}
+        return msgspec.structs.replace(self, **changes)
+
     @classmethod
     def _made(
         cls,
@@ -100,6 +126,9 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
         budget: Budget | None = None,
         on_busy: Any = "raise",
         ticket: RoundTicket | str | None = None,
+        target: Target | None = None,
+        pause: Pause | None = None,
+        around: Sequence[Around] = (),
         **others: Any,
     ) -> Self:
         if on_busy not in _ON_BUSY:
@@ -114,8 +143,26 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
             budget=limits,
             on_busy=on_busy,
             ticket=promise,
+            target=_target(target, promise),
+            pause=pause_of(pause),
+            around=arounds_of(around),
             total=total,
             deadline=time.monotonic() + total,
             expired_s=None if left > 0 else -left,
             **others,
         )
+
+
+def _target(given: Any, ticket: RoundTicket | None) -> Target:
+    """The target that is meant; one beside a ticket must not contradict it.
+
+    Raises:
+        Validation: It does, or is no target.
+    """
+    if ticket is None:
+        return MODEL if given is None else check_target(given)
+    if given is not None and check_target(given) != ticket.target:
+        raise Validation(
+            f"target={given!r} was given, ticket.target is {ticket.target.key}", phase="admit"
+        )
+    return ticket.target

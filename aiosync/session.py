@@ -173,6 +173,11 @@ class Session:
                 del error  # of a frame that its own traceback holds
         return job.result
 
+    @property
+    def asked(self) -> list[str]:
+        """Which of the named jobs were handed in so far."""
+        return list(self._named)
+
     def was_asked(self, *keys: str) -> bool:
         """Whether a job of one of `keys` was handed in."""
         return any(key in self._named for key in keys)

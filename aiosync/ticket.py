@@ -27,6 +27,7 @@ from aiosync.errors import Validation
 # At run time: msgspec resolves the annotations of a Struct when it is first decoded.
 from aiosync.messages import Count, Name, Seconds
 from aiosync.version import Version
+from aiosync.weight_targets import MODEL, Target
 
 _PREFIX: Final = "aiosync-ticket-1."
 _LIMIT_BYTES: Final = 64 << 10
@@ -39,7 +40,7 @@ class RoundTicket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         id: Tells this ticket from every other one.
         round: Number of the round on the wire; newer than that of every earlier round.
         version: What the round carries.
-        target: What it updates; ``"model"`` is the only target an engine knows today.
+        target: What it updates.
         issued_at: Unix time of issue, by the issuer's clock.
         seconds: How long the round may take from then on.
         epochs: By member, the epoch under which the workers are held; members that are not named
@@ -51,7 +52,7 @@ class RoundTicket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     id: Name
     round: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     version: Version
-    target: Name = "model"
+    target: Target = MODEL
     issued_at: Annotated[float, Meta(ge=0, le=1e12)]
     seconds: Seconds
     epochs: dict[Name, Count] = {}

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from aiosync.round_options import RoundSettings
     from aiosync.trainer import TrainerWeightTransferEngine
     from aiosync.version import Version
+    from aiosync.weight_targets import Target
 
 _KEPT: Final = 64  # reports; a repeated call comes soon after the first one
-_TARGETS: Final = ("model",)
 _NEW_ONE: Final = "ask for a new ticket"
 
 
@@ -37,18 +37,18 @@ class TicketDesk:
     def __init__(self, engine: TrainerWeightTransferEngine[Any]) -> None:
         self._engine = engine
         self._last: RoundTicket | None = None
+        self._promised: dict[str, Version] = {}
         self._reports: dict[str, Report] = {}
 
-    @property
-    def last_version(self) -> Version | None:
-        """Of the ticket that was issued last."""
-        return None if self._last is None else self._last.version
+    def last_version(self, target: Target) -> Version | None:
+        """Of the ticket for `target` that was issued last."""
+        return self._promised.get(target.key)
 
     def issue(
         self,
         version: Version,
         *,
-        target: str,
+        target: Target,
         timeout: float | None,
         plan_digest: str | None,
         opaque: str,
@@ -62,7 +62,7 @@ class TicketDesk:
             id=secrets.token_hex(16),
             round=max(rounds, 0 if self._last is None else self._last.round) + 1,
             version=version,
-            target=_check_target(target),
+            target=target,
             issued_at=time.time(),
             seconds=DEFAULTS.total_s if timeout is None else check_seconds(timeout, "timeout"),
             # A channel that must be opened again will have other epochs.
@@ -71,6 +71,7 @@ class TicketDesk:
             opaque=opaque,
         )
         self._last = ticket_of(made)  # what a caller gave is checked here
+        self._promised[target.key] = version
         return self._last
 
     def recorded(self, ticket: RoundTicket | None) -> Report | None:
@@ -93,7 +94,6 @@ class TicketDesk:
         ticket = settings.ticket
         if ticket is None or self.recorded(ticket) is not None:
             return
-        _check_target(ticket.target)
         if settings.expired_s is not None:
             raise PhaseTimeout(
                 f"the ticket expired {settings.expired_s:.1f} s ago: issued for"
@@ -159,12 +159,6 @@ def check_version(asked: Any, ticket: RoundTicket) -> Version:
     if asked is not NEXT and asked != mine and not labelled:
         raise _refusal(f"version={asked!r} was given, ticket.version is {mine.label!r}")
     return mine
-
-
-def _check_target(target: Any) -> str:
-    if target not in _TARGETS:
-        raise Validation(f"target must be one of {', '.join(_TARGETS)}, not {target!r}")
-    return str(target)
 
 
 def _refusal(text: str) -> Validation:

@@ -45,7 +45,7 @@ async def agree(this: Round) -> None:
     def meet() -> list[Word]:
         mine = Word(
             at="admit",
-            facts={**facts_of(feed), "ticket": named},
+            facts={**facts_of(feed), "target": repr(this.target), "ticket": named},
             holding=holding_of(feed, sends=engine.is_sender),
             version=this.version,
             follows=follows,

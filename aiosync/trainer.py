@@ -34,6 +34,7 @@ from aiosync.trainer_cycle import TrainerCycle, watched_init
 from aiosync.trainer_hooks import TrainerHooks
 from aiosync.version_watch import VersionWatch
 from aiosync.watchable import BUSY, Watchable
+from aiosync.weight_targets import MODEL, check_target
 from statemachines.machine import StateMachine
 from statemachines.tables import ENGINE, State, Trigger
 from transports.lane import Lane
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from aiosync.sources import Source
     from aiosync.ticket import RoundTicket
     from aiosync.version import Version
+    from aiosync.weight_targets import Target
     from statemachines.hub import TransitionHub
     from transports.lane import LaneFactory, LaneLike
 
@@ -72,6 +74,8 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
 
     Attributes:
         version: What every member confirmed last; None before the first round.
+        target_versions: The same of other targets (draft, adapters), by `Target.key`.
+        round_defaults: Options of every round that does not give its own.
         last_report: Report of the last round, failed or not.
     """
 
@@ -122,6 +126,8 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         self.is_opening = False
         self.ranks = TrainerRanks.alone()
         self._versions = VersionWatch(self.name)
+        self.target_versions: dict[str, Version] = {}
+        self.round_defaults: RoundOptions = {}
 
     @class_step
     async def trainer_init(
@@ -186,12 +192,14 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         Args:
             version: Label of the new weights; an int is its own order. Left out: the order after
                 the last one, or the ticket's version.
-            options: `RoundOptions`: ``timeout``, ``budget``, ``rollback``, ``on_busy``, ``ticket``.
+            options: `RoundOptions`: ``timeout``, ``budget``, ``rollback``, ``on_busy``, ``ticket``,
+                ``target``, ``pause``, ``around``.
 
         Raises:
             AiosyncError: One of its kinds, or the source's own exception; with ``.report``.
         """
-        settings = RoundSettings.of("send_weights", version, options)
+        given = self.round_defaults | options
+        settings = RoundSettings.of("send_weights", version, given)
         if is_inside(self):  # an override calls this one
             return await self.run_round(self.admission.make_inner(settings))
         this = self.admission.make(settings)
@@ -208,7 +216,8 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         Raises:
             Busy: Another round is under way, and this one was not to wait.
         """
-        this = self.admission.make(RoundSettings.of("begin_update", version, options))
+        given = self.round_defaults | options
+        this = self.admission.make(RoundSettings.of("begin_update", version, given))
         self.admission.join(this)
         return self.start_round(this, self.cycle.own_body(this))
 
@@ -216,7 +225,7 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         self,
         *,
         version: int | str | Version | Next = NEXT,
-        target: str = "model",
+        target: Target = MODEL,
         timeout: float | None = None,
         plan_digest: str | None = None,
         opaque: str = "",
@@ -237,7 +246,8 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         self.admission.check_process()
         if self.state is State.CLOSED:
             raise self.wrong_order("start")
-        meant = self.admission.next_after(version, self.tickets.last_version)
+        check_target(target)
+        meant = self.admission.next_after(version, target, self.tickets.last_version(target))
         return self.tickets.issue(
             meant, target=target, timeout=timeout, plan_digest=plan_digest, opaque=opaque
         )
@@ -313,6 +323,10 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
     def version(self) -> Version | None:
         return self._versions.version
 
+    def held(self, target: Target) -> Version | None:
+        """What every member confirmed last of `target`."""
+        return self.version if target == MODEL else self.target_versions.get(target.key)
+
     @property
     def source_lane(self) -> LaneLike:
         """The thread that iterates the source; share it: ``await engine.source_lane.run(step)``."""
@@ -355,7 +369,10 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         """Every member holds the round's version."""
         if round.settings.ticket is not None:
             self.lineage = round.version.lineage  # the driver's run goes on from here
-        self._versions.set(round.version)
+        if round.target == MODEL:
+            self._versions.set(round.version)
+        else:
+            self.target_versions[round.target.key] = round.version
 
     # -- inside ----------------------------------------------------------------------------------
 

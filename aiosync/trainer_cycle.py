@@ -15,6 +15,7 @@ from aiosync.defaults import DEFAULTS
 from aiosync.errors import Fenced, InvalidTransition, Validation
 from aiosync.lane_calls import LaneCalls
 from aiosync.liveness import kept_alive
+from aiosync.member_checks import check_options
 from aiosync.members import MemberLink, fan_out, links_of, opened
 from aiosync.overrides import bare_of, call_step
 from aiosync.rendezvous import initialise, owner_name
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from aiosync.round import Round
     from aiosync.trainer import TrainerWeightTransferEngine
     from aiosync.version import Version
+    from aiosync.weight_targets import Target
 
 
 @final
@@ -37,7 +39,7 @@ class TrainerCycle:
 
     def __init__(self, engine: TrainerWeightTransferEngine[Any]) -> None:
         self.engine = engine
-        self.mixed: Version | None = None
+        self.mixed: tuple[Target, Version] | None = None
         """A version that some members may hold and others not: it may be sent again."""
         self.fenced: Fenced | None = None
         """What a worker said that belongs to another trainer now; cleared by `initialize`."""
@@ -49,6 +51,7 @@ class TrainerCycle:
         """
         engine = self.engine
         ours = {name: value for name, value in options.items() if name in OPTIONS}
+        ours = engine.round_defaults | ours
         settings = RoundSettings.of("send_weights", options.get("version", NEXT), ours)
         options.pop("on_busy", None)  # settled here
         this = engine.admission.make(settings)
@@ -106,10 +109,12 @@ class TrainerCycle:
             engine.tickets.check(this.settings)
             engine.tickets.check_unused(this.settings.ticket)
             engine.tickets.check_plan(this)
+            check_options(this)
             await kept_alive(this, step)
             self._check_finished()
 
         async def step() -> None:
+            await this.holds.take("round")
             calls = LaneCalls()
             result = await call_step(
                 engine,
@@ -120,6 +125,7 @@ class TrainerCycle:
                 calls=calls,
             )
             results.append(result)
+            await this.holds.lift_all(seconds=this.budget.cleanup)
 
         return body
 

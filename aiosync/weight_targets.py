@@ -56,6 +56,17 @@ Target: TypeAlias = Model | Draft | Adapter
 MODEL = Model()
 
 
+def check_target(given: Any) -> Target:
+    """`given` as a target.
+
+    Raises:
+        Validation: It is none.
+    """
+    if not isinstance(given, Model | Draft | Adapter):
+        raise Validation(f"target must be a Model, a Draft or an Adapter, not {given!r}")
+    return given
+
+
 def of_header(target: Target | None) -> Target:
     """The target that a header means; one that says nothing means the model."""
     return MODEL if target is None else target

@@ -238,7 +238,6 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
             lease_s=min(session.lease, DEFAULTS.lease_s),
             deadline_s=max(self._deadline - time.monotonic(), 0.001),
             version=self.cycle.target,
-            base_version=rank.version,
             target=None if self.cycle.aim == MODEL else self.cycle.aim,
             rollback=True,  # what may follow what has been judged, for all ranks at once
         )

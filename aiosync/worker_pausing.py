@@ -47,6 +47,9 @@ class Pausing:
     ) -> None:
         """Hold generation for this caller; a repeated call replaces its hold."""
         self._check(header, "pause")
+        self._check_round(header)
+        if timeout is None and header is not None:
+            timeout = header.deadline_s
         owner = NOBODY if header is None else header.owner
         gate = self.engine.generation
         before = [hold for hold in gate.holds if hold.owner == owner]
@@ -134,6 +137,20 @@ class Pausing:
                 f"{what}: epoch {header.epoch} of {header.owner} is over,"
                 f" epoch {ownership.epoch} began",
                 detail={"owner": ownership.owner, "epoch": ownership.epoch},
+            )
+
+    def _check_round(self, header: RoundHeader | None) -> None:
+        """A pause that arrives after its round has ended would keep the replica for nobody."""
+        ownership = self.engine.cycle.ownership
+        if header is None or (header.owner, header.epoch) != (ownership.owner, ownership.epoch):
+            return
+        last = ownership.last_round
+        if 0 < header.round < last or (header.round == last > 0 and ownership.settled):
+            raise Fenced(
+                f"pause: round {header.round} is over",
+                round=header.round,
+                phase="pause",
+                detail={"last_round": last},
             )
 
     def _lease(self, owner: str, lease: float) -> None:

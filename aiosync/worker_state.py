@@ -22,6 +22,8 @@ def describe(engine: WeightTransferEngine[Any, Any]) -> PeerState:
     features = list(FEATURES)
     if engine.supports_draft_weight_update and engine.draft_model is not None:
         features.append("draft")
+    if engine.one_update:
+        features.append("one_update")
     if engine.supports_adapters:
         features.append("adapters")
     return PeerState(
@@ -43,6 +45,7 @@ def describe(engine: WeightTransferEngine[Any, Any]) -> PeerState:
             "seconds_paused": gate.seconds_paused,
             "weights_id": gate.weights.weights_id,
             "target": engine.cycle.aim.key,
+            "asked": [] if engine.cycle.session is None else engine.cycle.session.asked,
             "allowed": list(engine.machine.allowed()),
             "round": ownership.last_round,
             "settled": ownership.settled,

@@ -46,7 +46,6 @@ def test_the_header_arrives_as_it_was_sent():
         lease_s=30.0,
         deadline_s=5.5,
         version=Version("v", "run", 4),
-        base_version=Version(3, "run", 3),
         rollback=True,
         digest="ab",
         metadata_digest="cd",

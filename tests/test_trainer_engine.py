@@ -872,9 +872,12 @@ async def test_cancelled_while_a_call_is_out(method, side):
         assert sending.cancelled()
         assert pair.trainer.state in STATES_AFTER
         report = pair.trainer.last_report
-        if method == "finish_weight_update":
-            assert report.outcome == "unknown"
-            assert {m.outcome for m in report.members} == {"unknown"}
+        if method == "finish_weight_update":  # the answer to the abort settles it
+            settled = "failed" if side == "before" else "committed"
+            assert report.outcome == settled
+            assert {m.outcome for m in report.members} == {settled}
+            if side == "after":
+                assert pair.trainer.version.label == 1
         else:
             assert report.outcome == "failed"
             assert pair.trainer.state is State.INITIALIZED
@@ -903,9 +906,11 @@ async def test_answer_to_finish_that_comes_within_the_grace_commits():
 async def test_lost_answer_to_finish(delivered):
     lost = At("finish_weight_update", error=PeerLost("connection reset"))
     deaf = At("weight_update_status", error=PeerLost("connection reset"))
+    mute = At("abort_weight_update", error=PeerLost("connection reset"))
 
     async def before(member, method):
         await deaf(member, method)
+        await mute(member, method)
         if not delivered:
             await lost(member, method)
 
@@ -915,7 +920,7 @@ async def test_lost_answer_to_finish(delivered):
         assert caught.value.report.outcome == "unknown"
         assert caught.value.weights == "unknown"
         assert pair.trainer.state is State.FAILED
-        lost.active = deaf.active = False
+        lost.active = deaf.active = mute.active = False
         # In the same process, at once: not after the worker's lease.
         await pair.assert_next_round_works()
 

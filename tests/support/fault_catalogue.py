@@ -88,8 +88,6 @@ FAULTS = {
 }
 
 NOT_HERE = {
-    "A-STATE-3": "no call pauses generation yet: a swap waits for running requests in the worker "
-    "itself, within a limit, and lets new ones in again however it ends",
     "A-RDZV-3": "a replica has one rank on each of these data planes; ranks of a gloo group are "
     "given out by the trainer, and a worker never claims one",
     "A-RDZV-4": "a replica has one rank on each of these data planes",

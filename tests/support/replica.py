@@ -31,6 +31,7 @@ async def main() -> None:
     parser.add_argument("--marker")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--uncollected", help="no garbage collection, so that cycles stay")
+    parser.add_argument("--draft", type=int, help="seed of a draft model")
     options = parser.parse_args()
     if options.uncollected:
         gc.disable()
@@ -47,12 +48,25 @@ async def main() -> None:
         config, None, torch.device(options.device), model, name=options.name
     )
 
+    draft = None if options.draft is None else models.make("small", options.draft)
+    if draft is not None:
+        engine.set_draft_model(draft)
+    ids: list[str] = []
+    engine.on_transition(
+        lambda t: (
+            ids.append(engine.generation.weights.weights_id) if t.trigger == "complete" else None
+        )
+    )
+
     async def fingerprint(_: web.Request) -> web.Response:
         async with engine.generation.swap():  # alone, and also while the weights may not serve
             prints = await asyncio.to_thread(models.fingerprint, model)  # may wait for a GPU
         version = engine.version.label if engine.version else None
         facts: dict[str, Any] = {"prints": prints, "version": version}
         facts |= {"state": engine.state.value, "weights": engine.weights.value}
+        facts["ids"] = ids
+        facts["versions"] = {name: v.label for name, v in engine.target_versions.items()}
+        facts["draft"] = None if draft is None else models.fingerprint(draft)
         if not options.uncollected:
             gc.collect()  # what only a cycle keeps is no leak
         facts["tasks"] = len(asyncio.all_tasks())
