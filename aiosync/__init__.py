@@ -203,6 +203,9 @@ if TYPE_CHECKING:
         materialize_full_tensor as materialize_full_tensor,
     )
     from aiosync.push import PushSession as PushSession
+    from aiosync.ray_actor import RayServed as RayServed
+    from aiosync.ray_client import RayMember as RayMember
+    from aiosync.ray_client import RayVLLMWeightSyncClient as RayVLLMWeightSyncClient
     from aiosync.relay import RelaySink as RelaySink
     from aiosync.relay import TensorReceiver as TensorReceiver
     from aiosync.report import (
@@ -327,6 +330,9 @@ _LAZY = {
     "PushSession": "aiosync.push",
     "Placement": "aiosync.metadata",
     "PlanSummary": "aiosync.memory_plan",
+    "RayMember": "aiosync.ray_client",
+    "RayServed": "aiosync.ray_actor",
+    "RayVLLMWeightSyncClient": "aiosync.ray_client",
     "Readiness": "aiosync.client_protocol",
     "Replicate": "aiosync.metadata",
     "Reply": "aiosync.client_protocol",

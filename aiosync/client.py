@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from aiosync.connections import Wire
     from aiosync.messages import RoundHeader
     from aiosync.replies import RawReply
 
@@ -100,7 +101,7 @@ class HTTPVLLMWeightSyncClient(ControlCalls, KnowsFormerNames):
     ) -> None:
         self.timeout = check_seconds(timeout, "timeout")
         self.allow_pickled_handles = allow_pickled_handles
-        self._connections = Connections(
+        self._connections: Wire = Connections(
             Endpoint.of(base_url),
             session=session,
             token=token,
@@ -108,6 +109,13 @@ class HTTPVLLMWeightSyncClient(ControlCalls, KnowsFormerNames):
             headers=headers,
         )
         self._capabilities: Capabilities | None = None
+
+    @classmethod
+    def over(cls, wire: Wire, *, timeout: float = DEFAULTS.rpc_s) -> Self:
+        """A client whose requests travel over something else than HTTP."""
+        client = cls("http://localhost", timeout)
+        client._connections = wire
+        return client
 
     @property
     def name(self) -> str:
