@@ -165,6 +165,8 @@ if TYPE_CHECKING:
         Member as Member,
     )
     from aiosync.front_door import connect as connect
+    from aiosync.gateway import FleetGateway as FleetGateway
+    from aiosync.gateway_client import GatewayClient as GatewayClient
     from aiosync.generation import GenerationGate as GenerationGate
     from aiosync.generation import GenerationRequest as GenerationRequest
     from aiosync.generation import PauseMode as PauseMode
@@ -202,6 +204,8 @@ if TYPE_CHECKING:
     from aiosync.metadata import (
         materialize_full_tensor as materialize_full_tensor,
     )
+    from aiosync.offers import Offer as Offer
+    from aiosync.offers import RoundRecord as RoundRecord
     from aiosync.push import PushSession as PushSession
     from aiosync.ray_actor import RayServed as RayServed
     from aiosync.ray_client import RayMember as RayMember
@@ -288,6 +292,8 @@ _LAZY = {
     "Draft": "aiosync.weight_targets",
     "ENGINE": "statemachines.tables",
     "FleetClient": "aiosync.fleet",
+    "FleetGateway": "aiosync.gateway",
+    "GatewayClient": "aiosync.gateway_client",
     "GateContext": "statemachines",
     "GenerationGate": "aiosync.generation",
     "GenerationRequest": "aiosync.generation",
@@ -326,6 +332,7 @@ _LAZY = {
     "Next": "aiosync.round_options",
     "ParamMeta": "aiosync.metadata",
     "PauseMode": "aiosync.generation",
+    "Offer": "aiosync.offers",
     "PeerState": "aiosync.messages",
     "PushSession": "aiosync.push",
     "Placement": "aiosync.metadata",
@@ -339,6 +346,7 @@ _LAZY = {
     "Report": "aiosync.report",
     "Response": "aiosync.routes",
     "RoundOptions": "aiosync.round_options",
+    "RoundRecord": "aiosync.offers",
     "RoundTicket": "aiosync.ticket",
     "RoundHeader": "aiosync.messages",
     "RoundProgress": "aiosync.handle",

@@ -14,6 +14,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
 
     total_s: float = 3600.0  # a whole round, `send_weights` from call to return
     admit_s: float = 30.0  # until every member accepted `start`
+    hold_s: float = 120.0  # a gateway's start, until somebody decides about it
     pause_s: float = 60.0  # until generation is paused (or resumed)
     stall_s: float = 30.0  # longest time without a byte of progress
     finish_s: float = 60.0  # prepare and commit: verify, swap, post-process

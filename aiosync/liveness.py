@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiosync.concurrency import quietly
+from aiosync.defaults import DEFAULTS
 from aiosync.errors import PhaseTimeout
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ async def kept_alive(round: Round, fn: Callable[[], Awaitable[None]]) -> None:
 
 async def send_heartbeats(round: Round) -> None:
     """Renew every lease each third of it, and learn of progress made behind an open call."""
-    pause = min(round.engine.lease_s, round.budget.stall) / 3
+    admit = round.budget.admit or DEFAULTS.admit_s
+    pause = min(round.engine.lease_s, round.budget.stall, admit) / 3
     able = [link for link in round.links if link.supports("status")]
 
     async def beat(link: MemberLink) -> None:
@@ -39,6 +41,10 @@ async def send_heartbeats(round: Round) -> None:
         async with anyio.create_task_group() as group:
             for link in able:
                 group.start_soon(quietly, beat, link)
+        for link in able:
+            held = link.peer.detail.get("held") if link.peer is not None else None
+            if isinstance(held, dict) and held.get("round") == round.number:
+                round.held_back(link.name, admit)
 
 
 async def watch_stall(round: Round) -> None:

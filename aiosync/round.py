@@ -83,6 +83,8 @@ class Round:
         """A report that stands for this round: rank 0's, or that of an inner or repeated one."""
         self._waiting = anyio.CancelScope()
         self._scope = anyio.CancelScope()
+        self._limit = anyio.CancelScope()
+        """Of the present phase."""
         self._began = time.monotonic()
 
     @property
@@ -352,11 +354,23 @@ class Round:
         began = time.monotonic()
         try:
             with anyio.move_on_after(math.inf if limit is None else limit) as scope:
+                self._limit = scope
                 yield
             if scope.cancelled_caught:
                 raise self._late(phase, limit or 0)
         finally:
             self.seconds[phase] = time.monotonic() - began
+
+    def held_back(self, name: str, seconds: float) -> None:
+        """A gateway says that it waits for a decision: ``start`` has `seconds` from now.
+
+        The round's own deadline stays.
+        """
+        if self.phase == "start":
+            self._limit.deadline = anyio.current_time() + seconds
+            note = f"{name} held start until somebody decided"
+            if note not in self.notes:
+                self.notes.append(note)
 
     def _late(self, what: str, seconds: float, why: str = "") -> PhaseTimeout:
         text, late = f"{what} took longer than its {seconds:g} s{why}", []
