@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 from aiosync.budget import check_seconds
 from aiosync.client_controls import ControlCalls
+from aiosync.client_driving import DrivingCalls
 from aiosync.client_protocol import (
     Capabilities,
     Readiness,
@@ -60,7 +61,7 @@ _NO_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 @final
-class HTTPVLLMWeightSyncClient(ControlCalls, KnowsFormerNames):
+class HTTPVLLMWeightSyncClient(ControlCalls, DrivingCalls, KnowsFormerNames):
     """One inference server, over TCP or a Unix socket.
 
     Every method takes ``timeout=`` for this one call, and ``header=`` where a round has one; it

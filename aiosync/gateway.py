@@ -119,7 +119,7 @@ class FleetGateway:
 
     def own_routes(self) -> dict[str, Route]:
         """What `serve` answers beside a worker's routes: offers, decisions, rounds."""
-        return gateway_routes(self.desk)
+        return {**self.group.own_routes(), **gateway_routes(self.desk)}
 
     # -- the steps that differ from a group's ----------------------------------------------------
 

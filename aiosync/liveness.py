@@ -44,7 +44,17 @@ async def send_heartbeats(round: Round) -> None:
         for link in able:
             held = link.peer.detail.get("held") if link.peer is not None else None
             if isinstance(held, dict) and held.get("round") == round.number:
-                round.held_back(link.name, admit)
+                _held_back(round, link.name, admit)
+
+
+def _held_back(round: Round, name: str, seconds: float) -> None:
+    """A gateway waits for a decision: ``start`` has `seconds` from now, within the round's own."""
+    if round.phase != "start":
+        return
+    round.limit.deadline = anyio.current_time() + seconds
+    note = f"{name} held start until somebody decided"
+    if note not in round.notes:
+        round.notes.append(note)
 
 
 async def watch_stall(round: Round) -> None:

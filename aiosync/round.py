@@ -83,8 +83,7 @@ class Round:
         """A report that stands for this round: rank 0's, or that of an inner or repeated one."""
         self._waiting = anyio.CancelScope()
         self._scope = anyio.CancelScope()
-        self._limit = anyio.CancelScope()
-        """Of the present phase."""
+        self.limit = anyio.CancelScope()  # of the present phase
         self._began = time.monotonic()
 
     @property
@@ -338,6 +337,7 @@ class Round:
             rollback=self.settings.rollback
             or (link.version == self.version and self.engine.cycle.mixed == self.version),
             digest=self.plan.digest if self.plan is not None else None,
+            ticket=self.settings.driven,
         )
 
     async def _all(self, method: str, *args: Any, links: list[MemberLink] | None = None) -> None:
@@ -353,24 +353,12 @@ class Round:
         self.phase = phase
         began = time.monotonic()
         try:
-            with anyio.move_on_after(math.inf if limit is None else limit) as scope:
-                self._limit = scope
+            with anyio.move_on_after(math.inf if limit is None else limit) as self.limit:
                 yield
-            if scope.cancelled_caught:
+            if self.limit.cancelled_caught:
                 raise self._late(phase, limit or 0)
         finally:
             self.seconds[phase] = time.monotonic() - began
-
-    def held_back(self, name: str, seconds: float) -> None:
-        """A gateway says that it waits for a decision: ``start`` has `seconds` from now.
-
-        The round's own deadline stays.
-        """
-        if self.phase == "start":
-            self._limit.deadline = anyio.current_time() + seconds
-            note = f"{name} held start until somebody decided"
-            if note not in self.notes:
-                self.notes.append(note)
 
     def _late(self, what: str, seconds: float, why: str = "") -> PhaseTimeout:
         text, late = f"{what} took longer than its {seconds:g} s{why}", []

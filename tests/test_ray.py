@@ -11,10 +11,13 @@ from pathlib import Path
 import models
 import pytest
 from paced import Hold, Paced
+from processes import replica
 
 import aiosync
 from aiosync import (
     Budget,
+    FleetClient,
+    Member,
     PeerLost,
     PhaseTimeout,
     RayMember,
@@ -129,6 +132,29 @@ async def test_engines_in_actors_take_rounds_and_cancelled_ones_leave_them_whole
     async with aiosync.connect(trained, workers=[RayMember("one", one)]) as sync:
         await sync.send_weights(version=5, budget=BUDGET)
     await end(one)
+
+
+@pytest.mark.asyncio
+async def test_a_driver_hands_its_ticket_to_a_trainer_in_an_actor(cluster):
+    async with replica(name="worker", seed=3) as worker:
+        (inside,) = await engines(cluster, "inside")
+        # One member is a process, the other an actor; the trainer is an actor, too.
+        members = [Member("outside", worker.url), RayMember("inside", inside)]
+        fleet = FleetClient(members)
+        rank = cluster.RankActor.remote(9)
+        await rank.connect.remote([worker.url], {"inside": inside})
+        async with fleet.round(version=4, timeout=60) as rnd:
+            sent = await rank.send.remote(rnd.ticket.encode())
+        assert (sent["outcome"], rnd.report.outcome) == ("committed", "committed")
+        assert (await inside.facts.remote())["prints"] == sent["prints"]
+        assert (await worker.facts())["prints"] == sent["prints"]
+        with pytest.raises(RoundCancelled, match="too early"):
+            async with fleet.round(version=5, timeout=60) as rnd:
+                await rnd.cancel("too early")
+        assert (await rank.send.remote(rnd.ticket.encode()))["error"] == "Refused"
+        assert (await inside.facts.remote())["version"] == 4
+        await rank.close.remote()
+        await end(rank, inside)
 
 
 @pytest.mark.asyncio

@@ -144,7 +144,11 @@ class RankActor:
         torch.set_num_threads(1)
         self.model = models.make("small", seed)
 
-    async def connect(self, workers: list[str]) -> None:
+    async def connect(self, urls: list[str], actors: dict[str, Any]) -> None:
+        workers: list[Any] = [
+            *urls,
+            *(aiosync.RayMember(name, handle) for name, handle in actors.items()),
+        ]
         self._connected = aiosync.connect(self.model, workers=workers)
         self.engine = await self._connected.__aenter__()
 
