@@ -23,7 +23,7 @@ from aiosync.members import fan_out
 from aiosync.report import MemberOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from aiosync.driven import TicketState
     from aiosync.members import MemberLink
@@ -40,24 +40,25 @@ class DrivenMembers:
     """One round's members, by the server.
 
     Args:
-        links: One to each server.
-        needed: How many of so many members must commit.
+        fleets: Links to the servers of each fleet, and how many of so many members must commit
+            there. Nobody commits before every fleet has enough.
 
     Attributes:
+        links: One to each server, of all fleets.
         phases: What each server said last of the ticket; ``unknown`` where commit was sent and
             its answer never came.
         failures: Why servers are out of the round.
         pause_seconds: How long generation was held for the commit.
     """
 
-    def __init__(self, links: list[MemberLink], needed: Callable[[int], int]) -> None:
-        self.links = links
+    def __init__(self, fleets: Sequence[tuple[list[MemberLink], Callable[[int], int]]]) -> None:
+        self.links = [link for links, _ in fleets for link in links]
         self.phases: dict[str, str] = {}
         self.failures: dict[str, BaseException] = {}
         self.pause_seconds = 0.0
         self._id = ""
         self._following = anyio.CancelScope()
-        self._least = needed(self._count(lambda _: True))
+        self._fleets = [(links, needed(len(_members(links)))) for links, needed in fleets]
 
     def check(self) -> None:
         """Refuse members that know nothing of drivers.
@@ -93,7 +94,7 @@ class DrivenMembers:
         """
         with self._following:
             await self._each(self._follow, phase="update")
-        if self._count(self._is_ready) >= self._least:
+        if self._enough(self._is_ready):
             return
         cause = next(iter(self.failures.values()))
         for name, other in self.failures.items():
@@ -130,7 +131,7 @@ class DrivenMembers:
         """The round goes on without it, if that is enough."""
         self.phases[link.name] = phase
         self.failures.setdefault(link.name, error)
-        if self._count(lambda other: other.name not in self.failures) < self._least:
+        if not self._enough(lambda other: other.name not in self.failures):
             self._following.cancel()
 
     # -- committing ------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ class DrivenMembers:
             OutcomeUnknown: A member's answer never came.
             AiosyncError: Too few members have committed.
         """
-        lacking = {_member_of(link) for link in self.links if not self._is_ready(link)}
+        lacking = _members([link for link in self.links if not self._is_ready(link)])
         ready = [link for link in self.links if _member_of(link) not in lacking]
         began = time.monotonic()
         try:
@@ -161,7 +162,7 @@ class DrivenMembers:
             text = f"commit was sent, its answer never came: {', '.join(lost)}"
             raise OutcomeUnknown(text, replica=lost[0], phase="finish")
         late = [self.failures[link.name] for link in ready if link.name in self.failures]
-        if late and self._count(lambda link: self.phases[link.name] == COMMITTED) < self._least:
+        if late and not self._enough(lambda link: self.phases[link.name] == COMMITTED):
             raise late[0]
 
     async def _allow(self, link: MemberLink) -> None:
@@ -277,10 +278,13 @@ class DrivenMembers:
     def _is_ready(self, link: MemberLink) -> bool:
         return self.phases[link.name] == RECEIVED
 
-    def _count(self, holds: Callable[[MemberLink], bool]) -> int:
-        """Members of which it holds for all servers."""
-        names = {_member_of(link) for link in self.links}
-        return len(names - {_member_of(link) for link in self.links if not holds(link)})
+    def _enough(self, holds: Callable[[MemberLink], bool]) -> bool:
+        """Whether it holds for all servers of as many members as each fleet needs."""
+        for links, least in self._fleets:
+            lacking = _members([link for link in links if not holds(link)])
+            if len(_members(links) - lacking) < least:
+                return False
+        return True
 
     async def _each(
         self,
@@ -291,6 +295,10 @@ class DrivenMembers:
     ) -> None:
         found = self.links if links is None else links
         await fan_out(found, call, phase=phase, linger=DEFAULTS.cleanup_s)
+
+
+def _members(links: Sequence[MemberLink]) -> set[str]:
+    return {_member_of(link) for link in links}
 
 
 def _member_of(link: MemberLink) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Self, final
 
 import anyio
@@ -28,6 +29,7 @@ from aiosync.ticket import RoundTicket, ticket_of
 from aiosync.version import Version, next_version
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from aiosync.fleet import FleetClient
@@ -38,7 +40,11 @@ _PAUSES: Final = (None, "keep", "wait", "abort")
 
 @final
 class FleetRound:
-    """One round that this process drives; made by `FleetClient.round`, used as ``async with``.
+    """One round that this process drives, used as ``async with``; `FleetClient.round` makes one.
+
+    Made directly, it takes a list: one round over several fleets, with one pass over the source of
+    a trainer that is connected to the members of all. Nobody commits before every fleet has as
+    many members ready as its policy asks for.
 
     While the block runs, the round is followed in the background: once enough members have
     received and verified it, they are paused (if asked), told to commit, and resumed. Leaving the
@@ -52,7 +58,7 @@ class FleetRound:
 
     def __init__(
         self,
-        fleet: FleetClient,
+        fleets: FleetClient | Sequence[FleetClient],
         *,
         version: int | str | Version | Next = NEXT,
         timeout: float | None = None,
@@ -68,8 +74,13 @@ class FleetRound:
         self._lineage = lineage
         self._opaque = opaque
         self._owner = owner_name()
-        self._links = links_of(fleet)
-        self._members = DrivenMembers(self._links, getattr(fleet.policy, "needed", lambda n: n))
+        found = list(fleets) if isinstance(fleets, Sequence) else [fleets]
+        groups = [(links_of(fleet), _needed(fleet)) for fleet in found]
+        self._members = DrivenMembers(groups)
+        self._links = self._members.links
+        names = [link.name for link in self._links]
+        if not names or len(set(names)) < len(names):
+            raise Validation(f"a round needs members of unique names, not {', '.join(names)}")
         self._opened = opened(self._links)
         self._tasks = Supervisor()
         self._spent: dict[str, float] = {}
@@ -232,3 +243,9 @@ class FleetRound:
     async def _close(self) -> None:
         await self._tasks.aclose(seconds=DEFAULTS.cleanup_s)
         await self._opened.__aexit__(None, None, None)
+
+
+def _needed(fleet: FleetClient) -> Callable[[int], int]:
+    """How many of so many members must commit: all, where the policy is only a word."""
+    needed: Callable[[int], int] | None = getattr(fleet.policy, "needed", None)
+    return needed or (lambda members: members)

@@ -19,6 +19,7 @@ import aiosync
 from aiosync import (
     Budget,
     FleetClient,
+    FleetRound,
     HTTPVLLMWeightSyncClient,
     Member,
     PhaseTimeout,
@@ -105,6 +106,33 @@ async def test_nobody_commits_before_everybody_has_the_round():
         assert [by_hand.values(each.model) for each in (one, two)] == [{3.0}] * 2
         with pytest.raises(Refused, match="it is committed"):
             await one.start_weight_update(header=header(one, rnd.ticket))
+
+
+async def test_one_round_over_several_fleets_commits_on_all_of_them_or_on_none():
+    async with hand_fleet() as (both, (one, two)):
+        ours, theirs = (FleetClient([member]) for member in both.members)
+        async with FleetRound([ours, theirs], version=1, timeout=20) as rnd:
+            first = await receive(one, rnd.ticket, 1.0)
+            await both.members[0].client.ticket_state(rnd.ticket.id, beside="running", wait_s=5)
+            assert by_hand.values(one.model) == {0.0}  # the other fleet has not got it
+            await receive(two, rnd.ticket, 1.0)
+            await rnd.wait()
+            await first
+        assert [(m.name, m.outcome) for m in rnd.report.members] == [
+            ("m0", "committed"),
+            ("m1", "committed"),
+        ]
+        with pytest.raises(RoundCancelled, match="no memory"):
+            async with FleetRound([ours, theirs], version=2, timeout=20) as rnd:
+                waiting = await receive(one, rnd.ticket, 2.0)
+                two.errors["update"] = OSError("no memory")
+                with pytest.raises(OSError, match="no memory"):
+                    await receive(two, rnd.ticket, 2.0)
+        with pytest.raises(RoundCancelled):
+            await waiting
+        assert [by_hand.values(each.model) for each in (one, two)] == [{1.0}] * 2
+        with pytest.raises(Validation, match="unique names"):
+            FleetRound([both, ours])
 
 
 async def test_generation_of_all_members_stands_still_from_the_first_commit_to_the_last():
