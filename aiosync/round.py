@@ -81,8 +81,7 @@ class Round:
         self._is_sending = False
         self.agreed: Report | None = None
         """A report that stands for this round: rank 0's, or that of an inner or repeated one."""
-        self._waiting, self._scope = anyio.CancelScope(), anyio.CancelScope()
-        self.limit = anyio.CancelScope()  # of the present phase
+        self._waiting, self._scope, self.limit = (anyio.CancelScope() for _ in range(3))
         self._began = time.monotonic()
 
     @property
