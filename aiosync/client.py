@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 from aiosync.budget import check_seconds
 from aiosync.client_controls import ControlCalls
+from aiosync.client_driving import DrivingCalls
 from aiosync.client_protocol import (
     Capabilities,
     Readiness,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from aiosync.connections import Wire
     from aiosync.messages import RoundHeader
     from aiosync.replies import RawReply
 
@@ -59,7 +61,7 @@ _NO_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 @final
-class HTTPVLLMWeightSyncClient(ControlCalls, KnowsFormerNames):
+class HTTPVLLMWeightSyncClient(ControlCalls, DrivingCalls, KnowsFormerNames):
     """One inference server, over TCP or a Unix socket.
 
     Every method takes ``timeout=`` for this one call, and ``header=`` where a round has one; it
@@ -100,7 +102,7 @@ class HTTPVLLMWeightSyncClient(ControlCalls, KnowsFormerNames):
     ) -> None:
         self.timeout = check_seconds(timeout, "timeout")
         self.allow_pickled_handles = allow_pickled_handles
-        self._connections = Connections(
+        self._connections: Wire = Connections(
             Endpoint.of(base_url),
             session=session,
             token=token,
@@ -108,6 +110,13 @@ class HTTPVLLMWeightSyncClient(ControlCalls, KnowsFormerNames):
             headers=headers,
         )
         self._capabilities: Capabilities | None = None
+
+    @classmethod
+    def over(cls, wire: Wire, *, timeout: float = DEFAULTS.rpc_s) -> Self:
+        """A client whose requests travel over something else than HTTP."""
+        client = cls("http://localhost", timeout)
+        client._connections = wire
+        return client
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, NoReturn, Self, final
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -67,6 +67,31 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     def url(self, route: str) -> str:
         return f"{self.base}/{route}"
+
+
+class Wire(Protocol):
+    """What carries a client's requests: `Connections`, or the actor calls of Ray."""
+
+    endpoint: Endpoint
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def send(
+        self,
+        method: str,
+        route: str,
+        *,
+        phase: str,
+        timeout: float,
+        body: bytes | None = None,
+        query: Mapping[str, Any] | None = None,
+    ) -> RawReply: ...
+
+    def objects(
+        self, route: str, *, silence: float, query: Mapping[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]: ...
 
 
 class _Scope:

@@ -14,8 +14,10 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
 
     total_s: float = 3600.0  # a whole round, `send_weights` from call to return
     admit_s: float = 30.0  # until every member accepted `start`
+    hold_s: float = 120.0  # a gateway's start, until somebody decides about it
     pause_s: float = 60.0  # until generation is paused (or resumed)
     stall_s: float = 30.0  # longest time without a byte of progress
+    decide_s: float = 40.0  # a verified round, until its driver says commit; less than finish
     finish_s: float = 60.0  # prepare and commit: verify, swap, post-process
     commit_s: float = 300.0  # a worker's swap alone; past it the swap counts as stuck
     queue_s: float = 60.0  # a request behind a pause or a swap, before it is refused

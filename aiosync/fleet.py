@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any, final
 from aiosync.client import HTTPVLLMWeightSyncClient
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
+from aiosync.fleet_round import FleetRound
 from aiosync.former_names import KnowsFormerNames
 from aiosync.members import MemberLink, fan_out
+from aiosync.round_options import NEXT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiosync.client_protocol import VLLMWeightSyncClient
+    from aiosync.round_options import Next
+    from aiosync.version import Version
 
 
 @final
@@ -87,6 +91,32 @@ class FleetClient(KnowsFormerNames):
             linger=DEFAULTS.cleanup_s,
         )
         return sum(sizes.values())
+
+    def round(
+        self,
+        *,
+        version: int | str | Version | Next = NEXT,
+        timeout: float | None = None,
+        pause: str | None = None,
+        lineage: str | None = None,
+        opaque: str = "",
+    ) -> FleetRound:
+        """A round that this process drives and a trainer elsewhere carries out.
+
+        ``async with fleet.round(version=7, timeout=60) as rnd:`` announces it to every member;
+        ``rnd.ticket`` goes to the trainer's ranks. Leaving the block waits for the outcome.
+
+        Args:
+            version: As for `send_weights`; left out, the order after the newest that is held.
+            timeout: Seconds from the block's beginning to the commit.
+            pause: Keep generation of all members still (``"keep"``, ``"wait"``, ``"abort"``) from
+                the first commit to the last; None: each pauses for its own swap alone.
+            lineage: Name of the training run; None: that of the newest version held.
+            opaque: A text of your own that travels in the ticket.
+        """
+        return FleetRound(
+            self, version=version, timeout=timeout, pause=pause, lineage=lineage, opaque=opaque
+        )
 
     async def _all(self, phase: str, method: str, *args: Any) -> None:
         links = [MemberLink(member.name, member.client) for member in self.members]

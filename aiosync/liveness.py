@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from aiosync.concurrency import check_ended, quietly
+from aiosync.defaults import DEFAULTS
 from aiosync.errors import PhaseTimeout
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ async def _beside(
 
 async def send_heartbeats(round: Round) -> None:
     """Renew every lease each third of it, and learn of progress made behind an open call."""
-    pause = min(round.engine.lease_s, round.budget.stall) / 3
+    admit = round.budget.admit or DEFAULTS.admit_s
+    pause = min(round.engine.lease_s, round.budget.stall, admit) / 3
     able = [link for link in round.links if link.supports("status")]
 
     async def beat(link: MemberLink) -> None:
@@ -55,6 +57,20 @@ async def send_heartbeats(round: Round) -> None:
         async with anyio.create_task_group() as group:
             for link in able:
                 group.start_soon(quietly, beat, link)
+        for link in able:
+            held = link.peer.detail.get("held") if link.peer is not None else None
+            if isinstance(held, dict) and held.get("round") == round.number:
+                _held_back(round, link.name, admit)
+
+
+def _held_back(round: Round, name: str, seconds: float) -> None:
+    """A gateway waits for a decision: ``start`` has `seconds` from now, within the round's own."""
+    if round.phase != "start":
+        return
+    round.limit.deadline = anyio.current_time() + seconds
+    note = f"{name} held start until somebody decided"
+    if note not in round.notes:
+        round.notes.append(note)
 
 
 async def watch_stall(round: Round) -> None:

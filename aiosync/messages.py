@@ -40,6 +40,7 @@ class RoundHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         digest: Of the chunk plan.
         metadata_digest: Digest over names, dtypes and shapes, instead of sending them again.
         target: What the round updates; None: the model. Sent with ``start``.
+        ticket: Id of the ticket, where somebody else than this trainer drives the round.
     """
 
     protocol: int = PROTOCOL
@@ -53,6 +54,7 @@ class RoundHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     digest: Name | None = None
     metadata_digest: Name | None = None
     target: Target | None = None
+    ticket: Name | None = None
 
 
 class PeerState(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,8 +90,7 @@ class Round:
         self._is_sending = False
         self.agreed: Report | None = None
         """A report that stands for this round: rank 0's, or that of an inner or repeated one."""
-        self._waiting = anyio.CancelScope()
-        self._scope = anyio.CancelScope()
+        self._waiting, self._scope, self.limit = (anyio.CancelScope() for _ in range(3))
         self._began = time.monotonic()
 
     @property
@@ -357,6 +356,7 @@ class Round:
                 and self.engine.cycle.mixed == (self.target, self.version)
             ),
             digest=self.plan.digest if self.plan is not None else None,
+            ticket=self.settings.driven,
         )
 
     async def _hold(self, scope: str) -> None:
@@ -379,9 +379,9 @@ class Round:
         self.phase = phase
         began = time.monotonic()
         try:
-            with anyio.move_on_after(math.inf if limit is None else limit) as scope:
+            with anyio.move_on_after(math.inf if limit is None else limit) as self.limit:
                 yield
-            if scope.cancelled_caught:
+            if self.limit.cancelled_caught:
                 raise self._late(phase, limit or 0)
         finally:
             self.seconds[phase] = time.monotonic() - began

@@ -96,6 +96,12 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float
     expired_s: float | None = None
 
+    @property
+    def driven(self) -> str | None:
+        """Id of the ticket of a round that somebody else drives."""
+        ticket = self.ticket
+        return None if ticket is None or ticket.driver is None else ticket.id
+
     @classmethod
     def of(cls, what: str, version: Any, options: Mapping[str, Any]) -> Self:
         """Check what `what` was called with.

@@ -67,6 +67,9 @@ class WeightUpdateService:
         self._token = None if token is None else check_token(token)
         self._streams = EventStreams()
         self._routes = Handlers(self.engine, self._streams, world_size=world_size).table
+        own_routes = getattr(engine, "own_routes", None)
+        if own_routes is not None:
+            self._routes |= own_routes()
 
     def __repr__(self) -> str:
         return f"<WeightUpdateService {self.name} streams={len(self._streams)}>"

@@ -46,6 +46,8 @@ class RoundTicket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         epochs: By member, the epoch under which the workers are held; members that are not named
             are not checked.
         plan_digest: Digest of the chunk plan; None: not checked.
+        driver: Who drives the round instead of the trainer: it was announced to the workers,
+            which commit at the driver's word. None: the trainer drives it.
         opaque: The driver's own text, at most 4096 characters; nobody reads it here.
     """
 
@@ -57,6 +59,7 @@ class RoundTicket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seconds: Seconds
     epochs: dict[Name, Count] = {}
     plan_digest: Name | None = None
+    driver: Name | None = None
     opaque: Annotated[str, Meta(max_length=4096)] = ""
 
     @property

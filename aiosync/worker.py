@@ -17,6 +17,7 @@ from aiosync.concurrency import to_its_end
 from aiosync.config import Update, check_factory, check_worker_config
 from aiosync.config import WorkerInit as Init
 from aiosync.defaults import DEFAULTS
+from aiosync.driven_routes import driven_routes
 from aiosync.errors import Validation
 from aiosync.generation import GenerationGate
 from aiosync.infos import parse_info
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from aiosync.messages import PeerState, RoundHeader
+    from aiosync.route_types import Route
     from aiosync.sinks import Sink
     from aiosync.version import Version
     from aiosync.weight_targets import Target
@@ -282,6 +284,10 @@ class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Upda
         """Renew the lease of the open round, and of a hold, if they are `header`'s owner's."""
         self.pausing.renew(header)
         self.cycle.touch(header)
+
+    def own_routes(self) -> dict[str, Route]:
+        """What `serve` answers beside vLLM's routes: the tickets of a round's driver."""
+        return driven_routes(self.cycle)
 
     def peer_state(self) -> PeerState:
         """What every reply carries."""

@@ -53,6 +53,7 @@ class Ending:
         await engine.machine.pass_gates(
             Trigger.COMPLETE, round=session.number, version=label_of(version)
         )
+        await cycle.driven.permission()
         name = self._weights_id(version)
         sink = cycle.sink
         if sink is not None:
@@ -94,6 +95,7 @@ class Ending:
         if error is None or not isinstance(error, Exception):
             error = stopped(error, session.number)
         cycle.ownership.settle(error)
+        cycle.driven.ended(error)
         lane_healthy = not engine.lane_poisoned
         usable = engine.reusable_after_abort and lane_healthy and engine.weights == Weights.INTACT
         engine.machine.fire(
@@ -135,6 +137,7 @@ class Ending:
         cycle.session = None
         cycle.aim_back()
         cycle.ownership.settle(None)
+        cycle.driven.ended(None)
         engine.machine.fire(
             Trigger.COMPLETE,
             round=session.number,

@@ -14,6 +14,7 @@ import anyio
 
 from aiosync.concurrency import Supervisor, run_to_end
 from aiosync.defaults import DEFAULTS
+from aiosync.driven import DrivenRounds
 from aiosync.errors import Fenced, RoundCancelled, Validation
 from aiosync.lane_calls import LaneCalls
 from aiosync.overrides import call_step
@@ -60,6 +61,7 @@ class WorkerCycle:
         self._payload: Any = None
         self.channel = Channel(self)
         self.ending = Ending(self)
+        self.driven = DrivenRounds()
         self._closing = False
 
     # -- the steps -------------------------------------------------------------------------------
@@ -89,6 +91,7 @@ class WorkerCycle:
             return  # the same call again: the round is open
         if engine.state is not State.INITIALIZED:
             raise engine.wrong_order("start")
+        self.driven.check(header)
         if aim is None:
             aim = of_header(None if header is None else header.target)
         target = self._successor(header, aim)
@@ -98,12 +101,14 @@ class WorkerCycle:
         if self.channel.turn.what or self.is_ended() or not engine.machine.may(Trigger.START):
             raise engine.wrong_order("start")
         self.ownership.check(header, "start")
+        self.driven.check(header)
         number = self._take_aim(aim, place, header)
         try:
             engine.machine.fire(Trigger.START, round=number, version=label_of(target))
         except BaseException:  # it did not begin after all
             self.aim_back()
             raise
+        self.driven.began(header)
         self.target, self.header = target, header
         self.calls = LaneCalls()
         self.sink = None
@@ -187,6 +192,14 @@ class WorkerCycle:
         session.cancel(RoundCancelled(text, round=session.number))
         with anyio.move_on_after(DEFAULTS.finish_s):
             await session.wait_over()
+
+    async def cancel_driven(self, id: str, reason: str) -> None:
+        """The driver ends the ticket's round; one past its point of no return is left to finish."""
+        error = self.driven.cancel(id, reason)
+        if error is not None and self.session is not None:
+            self.session.cancel(error)
+            with anyio.move_on_after(DEFAULTS.cleanup_s):
+                await self.session.wait_over()
 
     async def close(self) -> None:
         """An open round fails first (a commit under way is finished), then the channel goes."""

@@ -42,6 +42,7 @@ class Rank:
 
     Attributes:
         index: Position in the group.
+        title: What errors call it.
         first: Worker ranks before this one (a rank may itself be a group).
         lost: Why the rank counts as lost; None while it does not.
         owes: The method whose answer was not waited for.
@@ -51,6 +52,7 @@ class Rank:
         if isinstance(client, str):
             client = HTTPVLLMWeightSyncClient(client)
         self.index = index
+        self.title = f"rank {index}"
         self.first = index
         self.owner = owner
         self.link = MemberLink(f"{group}/rank{index}", client)
@@ -88,11 +90,11 @@ class Rank:
         """Why the group's channel to it is no longer what init made it."""
         peer = self.link.peer
         if self.lost is not None or peer is None:
-            return f"rank {self.index} is lost: {self.lost}"
+            return f"{self.title} is lost: {self.lost}"
         if self.link.restarted:
-            return f"rank {self.index} restarted"
+            return f"{self.title} restarted"
         if peer.owner != self.owner:
-            return f"rank {self.index} belongs to {peer.owner or 'nobody'} now"
+            return f"{self.title} belongs to {peer.owner or 'nobody'} now"
         return None
 
     @property
@@ -166,7 +168,7 @@ class Rank:
         lacking = [feature for feature in _NEEDED if not self.link.supports(feature)]
         if lacking:
             raise ProtocolMismatch(
-                f"rank {self.index} of a group must be an aiosync worker; this one knows no"
+                f"{self.title} of a group must be an aiosync worker; this one knows no"
                 f" {', '.join(lacking)}",
                 replica=self.link.name,
                 rank=self.index,
@@ -222,7 +224,7 @@ class Rank:
 
     def _gone(self) -> PeerLost:
         return PeerLost(
-            f"rank {self.index} is lost: {self.lost}",
+            f"{self.title} is lost: {self.lost}",
             replica=self.link.name,
             rank=self.index,
             detail={"lost_rank": self.index},

@@ -12,7 +12,17 @@ from transports.digest import available as available_digests
 if TYPE_CHECKING:
     from aiosync.worker import WeightTransferEngine
 
-FEATURES = ("prepare", "abort", "status", "lease", "versions", "events", "pause", "targets")
+FEATURES = (
+    "prepare",
+    "abort",
+    "status",
+    "lease",
+    "versions",
+    "events",
+    "pause",
+    "targets",
+    "tickets",
+)
 
 
 def describe(engine: WeightTransferEngine[Any, Any]) -> PeerState:

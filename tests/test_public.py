@@ -26,15 +26,17 @@ OF_BACKENDS = {
     "Rank",
     "Receiver",
     "Round",
+    "Route",
     "Segment",
     "Sender",
     "SourceFeed",
     "Step",
+    "Wire",
 }
 # A type alias of `aiosync.sources` by the name of a class elsewhere.
 OTHERS = {"Session"}
 # Got from a call, never constructed by a user.
-MADE_BY_US = {"PushSession", "WeightUpdate"}
+MADE_BY_US = {"Offer", "PushSession", "WeightUpdate"}
 
 
 def of_layers(condition):

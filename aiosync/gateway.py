@@ -1,0 +1,270 @@
+"""A fleet behind the routes of one worker, whose rounds another process lets in.
+
+The trainer sees one worker. Its calls go to every member, each with the init info that is its own;
+the bytes go from the trainer to the members without passing through here. Only ``start`` is held,
+until somebody accepts or declines the round (`aiosync.offers`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self, final
+
+import msgspec
+
+from aiosync.budget import check_seconds
+from aiosync.concurrency import first_line
+from aiosync.defaults import DEFAULTS
+from aiosync.errors import Validation
+from aiosync.gateway_routes import gateway_routes
+from aiosync.members import links_of
+from aiosync.offers import ACCEPTED, OfferDesk
+from aiosync.report import MemberOutcome
+from aiosync.worker_group import WorkerGroup
+from statemachines.tables import State, Trigger, Weights
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from aiosync.fleet import FleetClient
+    from aiosync.generation import GenerationGate
+    from aiosync.messages import PeerState, RoundHeader
+    from aiosync.offers import Offer, RoundRecord
+    from aiosync.report import MemberResult
+    from aiosync.route_types import Route, Step
+    from aiosync.version import Version
+    from aiosync.worker_group_peer import Rank
+    from statemachines.events import Transition
+    from statemachines.hub import TransitionHub
+
+_OVER = (Trigger.COMPLETE, Trigger.ABORT, Trigger.FAIL)
+
+
+@final
+class FleetGateway:
+    """Enter it, then `serve` it like a worker engine; decide about its offers here or over HTTP.
+
+    A round is committed by all members or by none: finish is sent once every member has received
+    and verified everything. An offer that nobody decides about within `hold_s` seconds, or within
+    what is left of the trainer's round, is refused; a trainer of ours is told while it waits, and
+    counts that time neither as silence nor against its ``admit``.
+
+    Args:
+        fleet: Its members must be aiosync workers, its policy ``"all"``.
+        name: Of the gateway, in events and errors.
+        hold_s: Longest wait for a decision.
+        hub: Watch through a hub of your own.
+        heartbeat_s, misses, wait_s: As for `WorkerGroup`.
+
+    Raises:
+        Validation: The fleet has another policy.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetClient,
+        *,
+        name: str = "gateway",
+        hold_s: float = DEFAULTS.hold_s,
+        hub: TransitionHub | None = None,
+        heartbeat_s: float = 1.0,
+        misses: int = 3,
+        wait_s: float = DEFAULTS.connect_s,
+    ) -> None:
+        if str(fleet.policy) != "all":
+            raise Validation(
+                f"a gateway commits on all members or on none; the fleet's policy is {fleet.policy}"
+            )
+        links = links_of(fleet)
+        self.name = name
+        self.group = WorkerGroup(
+            [link.client for link in links],
+            name=name,
+            hub=hub,
+            heartbeat_s=heartbeat_s,
+            misses=misses,
+            wait_s=wait_s,
+        )
+        for rank, link in zip(self.group.ranks, links, strict=True):
+            rank.link.name = link.name
+            rank.title = f"member {link.name}"
+        self.desk = OfferDesk(name, check_seconds(hold_s, "hold_s"))
+        self._running: RoundRecord | None = None
+        self._unwatch = self.group.events.on_transition(self._note)
+
+    async def __aenter__(self) -> Self:
+        await self.group.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Leave the members; a round under way is given up first. Idempotent."""
+        await self.group.aclose()
+        self._unwatch()
+
+    def __repr__(self) -> str:
+        members = ", ".join(rank.link.name for rank in self.group.ranks)
+        return f"<FleetGateway {self.name} {self.group.state.value} of {members}>"
+
+    # -- deciding --------------------------------------------------------------------------------
+
+    def offers(self) -> AsyncGenerator[Offer, None]:
+        """Every offer that waits for a decision, and then each new one; endless."""
+        return self.desk.offers()
+
+    def rounds(self, last: int = 256) -> list[RoundRecord]:
+        """The last rounds that were offered, oldest first, and what became of them."""
+        return self.desk.records(last)
+
+    def own_routes(self) -> dict[str, Route]:
+        """What `serve` answers beside a worker's routes: offers, decisions, rounds."""
+        return {**self.group.own_routes(), **gateway_routes(self.desk)}
+
+    # -- the steps that differ from a group's ----------------------------------------------------
+
+    async def start_weight_update(self, *, header: RoundHeader | None = None) -> None:
+        """Wait for the decision, then open the round on all members.
+
+        Raises:
+            Refused: Declined, expired or withdrawn.
+        """
+        await self._start("start_weight_update", header)
+
+    async def start_draft_weight_update(self, *, header: RoundHeader | None = None) -> None:
+        """As `start_weight_update`, for the draft model."""
+        await self._start("start_draft_weight_update", header)
+
+    async def abort_weight_update(
+        self, reason: str = "", *, header: RoundHeader | None = None
+    ) -> None:
+        """Withdraw an offer that waits; give an open round up on all members."""
+        self.desk.withdraw(header, reason)
+        await self.group.abort_weight_update(reason, header=header)
+
+    def touch(self, header: RoundHeader | None) -> None:
+        """Renew the lease of a round, or of an offer."""
+        self.desk.touch(header)
+        self.group.touch(header)
+
+    def peer_state(self) -> PeerState:
+        """The group's, and which start is held for how long (``detail["held"]``)."""
+        peer = self.group.peer_state()
+        waiting = self.desk.waiting()
+        if waiting is None:
+            return peer
+        held = {"offer": waiting.id, "round": waiting.round, "seconds_left": waiting.seconds_left}
+        return msgspec.structs.replace(peer, detail={**peer.detail, "held": held})
+
+    async def _start(self, method: str, header: RoundHeader | None) -> None:
+        group = self.group
+        # What would be refused anyway is not offered.
+        group.cycle.ownership.check(header, "start")
+        is_open = group.cycle.session is not None
+        if group.state is not State.INITIALIZED and not is_open:
+            raise group.wrong_order("start")
+        record = await self.desk.hold(header)
+        if record.state == ACCEPTED and group.cycle.session is None:
+            self._running = record
+        try:
+            await getattr(group, method)(header=header)
+        except BaseException as error:
+            if self._running is record and group.state not in (State.UPDATING, State.FINALIZING):
+                self._over(record, "failed", f"{type(error).__name__}: {first_line(error)}")
+            raise
+
+    # -- the group's own -------------------------------------------------------------------------
+
+    @property
+    def init_transfer_engine(self) -> Step:
+        return self.group.init_transfer_engine
+
+    @property
+    def update_weights(self) -> Step:
+        return self.group.update_weights
+
+    @property
+    def prepare_weight_update(self) -> Step:
+        return self.group.prepare_weight_update
+
+    @property
+    def finish_weight_update(self) -> Step:
+        return self.group.finish_weight_update
+
+    @property
+    def shutdown(self) -> Step:
+        return self.group.shutdown
+
+    @property
+    def pause_generation(self) -> Step:
+        return self.group.pause_generation
+
+    @property
+    def resume_generation(self) -> Step:
+        return self.group.resume_generation
+
+    @property
+    def is_paused(self) -> Step:
+        return self.group.is_paused
+
+    @property
+    def abort_requests(self) -> Step:
+        return self.group.abort_requests
+
+    @property
+    def update_weight_version(self) -> Step:
+        return self.group.update_weight_version
+
+    @property
+    def weight_checker(self) -> Step:
+        return self.group.weight_checker
+
+    @property
+    def events(self) -> TransitionHub:
+        """Transitions of the members as one worker."""
+        return self.group.events
+
+    @property
+    def generation(self) -> GenerationGate:
+        return self.group.generation
+
+    # -- the record ------------------------------------------------------------------------------
+
+    def _note(self, transition: Transition) -> None:
+        record = self._running
+        if record is None or transition.engine != self.group.name or transition.role != "worker":
+            return
+        if transition.trigger not in _OVER or transition.source not in (
+            State.UPDATING,
+            State.FINALIZING,
+        ):
+            return
+        if transition.trigger == Trigger.COMPLETE:
+            self._over(record, "committed", None)
+            return
+        unknown = transition.weights == Weights.UNKNOWN and transition.source == State.FINALIZING
+        self._over(record, "unknown" if unknown else "failed", transition.error)
+
+    def _over(self, record: RoundRecord, state: str, reason: str | None) -> None:
+        self._running = None
+        target = record.version if state != "committed" else self.group.version
+        record.version = target or record.version
+        members = [_outcome(rank, target) for rank in self.group.ranks]
+        self.desk.end(record, state, reason, members)
+
+
+def _outcome(rank: Rank, target: Version | None) -> MemberOutcome:
+    """What a member holds after a round for `target`, as it said last."""
+    outcome: MemberResult = "failed"
+    if rank.weights == Weights.UNKNOWN:
+        outcome = "unknown"
+    elif target is not None and rank.version == target:
+        outcome = "committed"
+    return MemberOutcome(
+        name=rank.link.name,
+        outcome=outcome,
+        weights=rank.weights.value,
+        phase=None if outcome == "committed" else rank.link.phase,
+        error=rank.lost or rank.link.error,
+        seconds=rank.link.seconds,
+    )
