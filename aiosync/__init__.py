@@ -177,6 +177,15 @@ if TYPE_CHECKING:
     from aiosync.iterator_source import IteratorSource as IteratorSource
     from aiosync.layerwise import LayerwiseSink as LayerwiseSink
     from aiosync.legacy_source import LegacySource as LegacySource
+    from aiosync.member_table import (
+        MEMBER as MEMBER,
+    )
+    from aiosync.member_table import (
+        MemberState as MemberState,
+    )
+    from aiosync.member_table import (
+        MemberTrigger as MemberTrigger,
+    )
     from aiosync.memory_plan import PlanSummary as PlanSummary
     from aiosync.messages import (
         PeerState as PeerState,
@@ -201,6 +210,15 @@ if TYPE_CHECKING:
     )
     from aiosync.metadata import (
         materialize_full_tensor as materialize_full_tensor,
+    )
+    from aiosync.policies import (
+        All as All,
+    )
+    from aiosync.policies import (
+        BestEffort as BestEffort,
+    )
+    from aiosync.policies import (
+        Quorum as Quorum,
     )
     from aiosync.push import PushSession as PushSession
     from aiosync.relay import RelaySink as RelaySink
@@ -278,6 +296,8 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "Adapter": "aiosync.weight_targets",
+    "All": "aiosync.policies",
+    "BestEffort": "aiosync.policies",
     "Budget": "aiosync.budget",
     "Capabilities": "aiosync.client",
     "DEFAULTS": "aiosync.defaults",
@@ -301,17 +321,20 @@ _LAZY = {
     "IPCWeightTransferEngine": "aiosync.engines.ipc",
     "IPCWeightTransferInitInfo": "aiosync.engines.ipc",
     "IPCWeightTransferUpdateInfo": "aiosync.engines.ipc",
+    "InPlaceSink": "aiosync.sinks",
     "IteratorSource": "aiosync.iterator_source",
+    "LayerwiseSink": "aiosync.layerwise",
     "LegacySource": "aiosync.legacy_source",
     "LoopbackTrainerInitInfo": "aiosync.engines.loopback",
     "LoopbackTrainerWeightTransferEngine": "aiosync.engines.loopback",
     "LoopbackWeightTransferEngine": "aiosync.engines.loopback",
-    "InPlaceSink": "aiosync.sinks",
-    "LayerwiseSink": "aiosync.layerwise",
     "LoopbackWeightTransferInitInfo": "aiosync.engines.loopback",
     "LoopbackWeightTransferUpdateInfo": "aiosync.engines.loopback",
+    "MEMBER": "aiosync.member_table",
     "Member": "aiosync.fleet",
     "MemberOutcome": "aiosync.report",
+    "MemberState": "aiosync.member_table",
+    "MemberTrigger": "aiosync.member_table",
     "Milestone": "aiosync.concurrency",
     "Model": "aiosync.weight_targets",
     "ModuleSource": "aiosync.sources",
@@ -324,33 +347,34 @@ _LAZY = {
     "ParamMeta": "aiosync.metadata",
     "PauseMode": "aiosync.generation",
     "PeerState": "aiosync.messages",
-    "PushSession": "aiosync.push",
     "Placement": "aiosync.metadata",
     "PlanSummary": "aiosync.memory_plan",
+    "PushSession": "aiosync.push",
+    "Quorum": "aiosync.policies",
     "Readiness": "aiosync.client_protocol",
+    "RelaySink": "aiosync.relay",
     "Replicate": "aiosync.metadata",
     "Reply": "aiosync.client_protocol",
     "Report": "aiosync.report",
     "Response": "aiosync.routes",
-    "RoundOptions": "aiosync.round_options",
-    "RoundTicket": "aiosync.ticket",
     "RoundHeader": "aiosync.messages",
+    "RoundOptions": "aiosync.round_options",
     "RoundProgress": "aiosync.handle",
+    "RoundTicket": "aiosync.ticket",
     "ServedEngine": "aiosync.routes",
     "Server": "aiosync.server",
     "Shard": "aiosync.metadata",
-    "RelaySink": "aiosync.relay",
     "SharedStorage": "transports.sharing",
     "Sink": "aiosync.sinks",
     "StagedSink": "aiosync.sinks",
-    "SupportsDraft": "aiosync.client",
-    "SupportsPause": "aiosync.client",
-    "TensorReceiver": "aiosync.relay",
     "State": "statemachines.tables",
     "Subscription": "statemachines",
     "SupportsAbort": "aiosync.client",
+    "SupportsDraft": "aiosync.client",
+    "SupportsPause": "aiosync.client",
     "SupportsPrepare": "aiosync.client",
     "SupportsStatus": "aiosync.client",
+    "TensorReceiver": "aiosync.relay",
     "TrainerInitInfo": "aiosync.config",
     "TrainerWeightTransferEngine": "aiosync.trainer",
     "Transition": "statemachines",

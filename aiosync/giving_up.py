@@ -62,24 +62,30 @@ async def _tell_ranks(round: Round, cause: BaseException) -> None:
 
 async def abort_members(round: Round, cause: BaseException) -> None:
     """Have every member that knows how give the round up; its state then confirms it."""
-    reason = f"{type(cause).__name__}: {first_line(cause)}"[:500]
+    reason = f"{type(cause).__name__}: {first_line(cause)}"
 
     async def one(link: MemberLink) -> None:
-        before = link.phase, link.error
-        await link.call("abort_weight_update", reason, header=round.header(link))
-        link.phase, link.error = before
-        if not round.sent_finish and link.peer is not None and link.peer.state not in BUSY:
-            link.outcome = "aborted"
+        await tell_to_abort(round, link, reason)
 
     async with anyio.create_task_group() as group:
         for link in round.links:
-            if link.supports("abort") and link.outcome not in ("committed", "failed"):
-                group.start_soon(quietly, one, link)
+            group.start_soon(quietly, one, link)
+
+
+async def tell_to_abort(round: Round, link: MemberLink, reason: str) -> None:
+    """Have one member give the round up, if it can and has not ended it by itself."""
+    if not link.supports("abort") or link.outcome in ("committed", "failed"):
+        return
+    before = link.phase, link.error
+    await link.call("abort_weight_update", reason[:500], header=round.header(link))
+    link.phase, link.error = before
+    if not round.sent_finish and link.peer is not None and link.peer.state not in BUSY:
+        link.outcome = "aborted"
 
 
 def _flip(round: Round, cause: BaseException) -> None:
     engine = round.engine
-    sent_all = round.sent_finish and all(link.outcome == "committed" for link in round.links)
+    sent_all = round.sent_finish and all(link.outcome == "committed" for link in round.present)
     if sent_all or round.agreed is not None:
         # Cancelled, or out of time, while the last answer was on its way: it is committed.
         engine.committed(round)

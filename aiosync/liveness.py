@@ -54,7 +54,8 @@ async def send_heartbeats(round: Round) -> None:
         await anyio.sleep(pause)
         async with anyio.create_task_group() as group:
             for link in able:
-                group.start_soon(quietly, beat, link)
+                if link in round.present:
+                    group.start_soon(quietly, beat, link)
 
 
 async def watch_stall(round: Round) -> None:
@@ -68,11 +69,11 @@ async def watch_stall(round: Round) -> None:
     tick = min(stall / 10, 1.0)
     while True:
         await anyio.sleep(tick)
-        members = (link.progress_at for link in round.links)
+        members = (link.progress_at for link in round.present)
         latest = max(began, round.engine.progress_at(), *members)
         # The data plane times a silent peer itself and names it; this is for all the rest.
         if time.monotonic() - latest > stall + 2 * tick:
-            waiting = [link.name for link in round.links if link.answered != "update"]
+            waiting = [link.name for link in round.present if link.answered != "update"]
             raise PhaseTimeout(
                 f"no progress for {stall:g} s; waiting for {', '.join(waiting)}",
                 replica=waiting[0] if len(waiting) == 1 else None,

@@ -17,23 +17,33 @@ from typing import TYPE_CHECKING, Any, final
 import anyio
 
 from aiosync import together
+from aiosync.attendance import Attendance
 from aiosync.commit import commit
 from aiosync.concurrency import Milestone, collapse, run_legs
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import Fenced, InvalidTransition, PhaseTimeout, RoundCancelled, Validation
-from aiosync.giving_up import abort_members, give_up
+from aiosync.errors import (
+    AiosyncError,
+    Fenced,
+    InvalidTransition,
+    PhaseTimeout,
+    RoundCancelled,
+    Validation,
+)
+from aiosync.giving_up import give_up, tell_to_abort
 from aiosync.liveness import kept_alive, watched
-from aiosync.members import MemberLink, fan_out, opened, unanswered
+from aiosync.members import opened, unanswered
 from aiosync.messages import PROTOCOL, RoundHeader
 from aiosync.metadata import first_few
-from aiosync.rendezvous import meet
 from aiosync.reporting import make_report
-from statemachines.tables import State, Trigger, Weights
+from aiosync.roll_call import assemble, begin_again, has_restarted
+from aiosync.settling import driving, lost_a_member
+from statemachines.tables import Trigger, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from aiosync.feed import SourceFeed
+    from aiosync.members import MemberLink
     from aiosync.report import Report
     from aiosync.round_options import RoundSettings
     from aiosync.source_side import SourceSide
@@ -75,8 +85,8 @@ class Round:
         self.feed: SourceFeed | None = None
         self.plan: Plan | None = None
         self.summary: StreamSummary | None = None
-        self.links: list[MemberLink] = []
-        """The members; those of the engine from this round's turn on."""
+        self.attendance = Attendance([])
+        """Who takes part: the engine's members from this round's turn on."""
         self.sent_finish = False
         self._is_sending = False
         self.agreed: Report | None = None
@@ -84,6 +94,16 @@ class Round:
         self._waiting = anyio.CancelScope()
         self._scope = anyio.CancelScope()
         self._began = time.monotonic()
+
+    @property
+    def links(self) -> list[MemberLink]:
+        """The servers that this round began with."""
+        return self.attendance.links
+
+    @property
+    def present(self) -> list[MemberLink]:
+        """Those that have not dropped out."""
+        return self.attendance.present
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +152,8 @@ class Round:
             for link in self.links:
                 link.forget_round()
             async with opened(self.links, seconds=min(self.seconds_left, DEFAULTS.connect_s)):
-                await self._guarded(body or self._phases)
+                with driving(self):
+                    await self._at_most_twice(body or self._phases)
         except BaseException as error:
             self.report = make_report(self, error, took=self.elapsed)
             raise
@@ -158,8 +179,18 @@ class Round:
                     await self.turn.wait()
             finally:
                 self.seconds["wait"] = self.elapsed
-        self.phase, self.links = "admit", self.engine.links
+        self.phase = "admit"
+        self.convene()
         self.engine.admission.resolve(self)
+
+    def convene(self) -> None:
+        """The engine's present links take part; for as long as nothing has begun."""
+        engine, fleet = self.engine, self.engine.fleet
+        self.attendance = (
+            Attendance(engine.links) if fleet is None else fleet.attendance(engine.links)
+        )
+        self.attendance.nudge = engine.nudge
+        self.attendance.leave = lambda link: tell_to_abort(self, link, "this round goes on without")
 
     @contextmanager
     def _within(self, scope: anyio.CancelScope) -> Iterator[None]:
@@ -175,6 +206,16 @@ class Round:
                 self.settings.total,
                 f", waiting for its turn: {ahead.describe()}" if ahead else "",
             )
+
+    async def _at_most_twice(self, body: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await self._guarded(body)
+        except AiosyncError as error:
+            if not await lost_a_member(self, error):
+                raise
+            self.notes.append(f"begun again without {error.replica}: {error.message}")
+            self.recovered = True
+            await self._guarded(body)
 
     async def _guarded(self, body: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -197,8 +238,9 @@ class Round:
                 phase="admit",
             )
         with self._timed("admit", self.budget.admit or DEFAULTS.admit_s):
-            await engine.cycle.ensure_initialized(self)
+            await assemble(self)
             engine.tickets.check(self.settings)
+            self.attendance.check()
             await self._validate()
             engine.tickets.check_plan(self)
             await engine.machine.pass_gates(Trigger.START, version=self.label)
@@ -213,7 +255,7 @@ class Round:
         engine.next_round(self)
         engine.machine.fire(Trigger.START, round=self.number, version=self.label)
         if engine.is_sender:
-            await kept_alive(self, self._carry_out)
+            await kept_alive(self, lambda: self.attendance.hold(self._carry_out))
         else:
             with self._timed("update", None):
                 await together.take_part(self)
@@ -255,23 +297,10 @@ class Round:
         try:
             await self._all("start_weight_update")
         except (InvalidTransition, Fenced) as error:
-            if self.recovered or not self.engine.recovers or not await self._peer_restarted():
+            if self.recovered or not self.engine.recovers or not await has_restarted(self):
                 raise
-            # Noticed before a byte moved: initialise again, once, within the same budget.
-            self.notes.append(f"initialised again, a worker had restarted: {error.message}")
-            self.recovered = True
-            await abort_members(self, error)  # those whose start went through
-            await meet(self.engine)  # it, and all others, get a new epoch
-            if self.settings.ticket is not None:
-                self.engine.tickets.check_epochs(self.settings.ticket)
+            await begin_again(self, error)
             await self._all("start_weight_update")
-
-    async def _peer_restarted(self) -> bool:
-        able = [link for link in self.links if link.speaks_ours]
-        await fan_out(able, MemberLink.probe, phase="start", linger=self.budget.cleanup)
-        # One that was shut down from elsewhere has lost its channel as well.
-        lost = (State.IDLE, State.FAILED)
-        return any(link.restarted or (link.peer and link.peer.state in lost) for link in able)
 
     async def _transfer(self) -> None:
         payload = self.engine.update_payload(self)
@@ -342,7 +371,7 @@ class Round:
         )
 
     async def _all(self, method: str, *args: Any, links: list[MemberLink] | None = None) -> None:
-        await fan_out(
+        await self.attendance.call(
             self.links if links is None else links,
             lambda link: link.call(method, *args, header=self.header(link)),
             phase=_PHASE_OF[method],

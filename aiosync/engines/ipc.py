@@ -112,6 +112,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
 
     init_info_cls = IPCTrainerInitInfo
     backend_name = "ipc"
+    per_member = True
 
     def __init__(
         self,
