@@ -215,6 +215,7 @@ class Round:
                 raise
             self.notes.append(f"begun again without {error.replica}: {error.message}")
             self.recovered = True
+            self.engine.ranks.begin(self.settings.deadline)
             await self._guarded(body)
 
     async def _guarded(self, body: Callable[[], Awaitable[None]]) -> None:

@@ -42,8 +42,11 @@ async def lost_a_member(round: Round, error: AiosyncError) -> bool:
     fleet, name = round.engine.fleet, error.replica
     if fleet is None or not fleet.retry_without_lost or round.sent_finish or name is None:
         return False
-    if round.engine.ranks.size > 1 or round.source_side is not round.engine.source_side:
-        return False  # the others would have to agree; what was handed over once is gone
+    engine = round.engine
+    if engine.ranks.size > 1 or round.settings.ticket is not None:
+        return False  # others count on this very round
+    if round.source_side is not engine.source_side:
+        return False  # what was handed over once is gone
     if not isinstance(error, PeerLost | PhaseTimeout) or len(fleet.standings) == 1:
         return False
     link = next((x for x in round.links if name == x.name or name.startswith(f"{x.name}/")), None)
@@ -59,7 +62,8 @@ def _settle(round: Round, error: BaseException | None) -> None:
     if fleet is None:
         return
     links = round.links
-    outcomes = {name: [x for x in links if x.member == name] for name in {x.member for x in links}}
+    names = dict.fromkeys(link.member for link in links)
+    outcomes = {name: [link for link in links if link.member == name] for name in names}
     began = round.number > 0  # else what the links say is of an earlier round
     if not began and error is None:
         return  # a ticket's round was answered from the record
