@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import anyio
 
-from aiosync.concurrency import collapse, first_line, quietly, rank_errors, uncancelled
+from aiosync.concurrency import collapse, first_line, quietly, raise_ranked, uncancelled
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, Busy, Fenced, PeerLost, PhaseTimeout
 from aiosync.members import fan_out
@@ -217,12 +217,11 @@ class _Calls:
                 group.start_soon(self._one, link)
             if links:
                 group.start_soon(self._hurry, len({link.member for link in links}))
-        if self._fatal:
-            raise rank_errors(self._fatal)
+        raise_ranked(self._fatal)
 
     async def _one(self, link: MemberLink) -> None:
         roll, began = self._roll, time.monotonic()
-        link.phase = self._phase
+        link.phase, link.answered = self._phase, None
         scope = roll._calls[link.name] = anyio.CancelScope()  # noqa: SLF001 - its own part
         try:
             with scope:
