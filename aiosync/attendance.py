@@ -206,17 +206,21 @@ class _Calls:
         self._phase = phase
         self._linger = wait
         self._open: dict[str, MemberLink] = {}
+        self._owing: dict[str, int] = {}
+        """Open calls by member."""
         self._fatal: list[BaseException] = []
 
     async def run(self, links: Sequence[MemberLink]) -> None:
         self._open = {link.name: link for link in links}
+        for link in links:
+            self._owing[link.member] = self._owing.get(link.member, 0) + 1
         self._enough = anyio.Event()
         async with anyio.create_task_group() as group:
             self._group = group
             for link in links:
                 group.start_soon(self._one, link)
             if links:
-                group.start_soon(self._hurry, len({link.member for link in links}))
+                group.start_soon(self._hurry, len(self._owing))
         raise_ranked(self._fatal)
 
     async def _one(self, link: MemberLink) -> None:
@@ -236,7 +240,10 @@ class _Calls:
             link.seconds += time.monotonic() - began
             roll._calls.pop(link.name, None)  # noqa: SLF001
             self._open.pop(link.name, None)
-            self._enough.set()
+            self._owing[link.member] -= 1
+            if not self._owing[link.member]:
+                del self._owing[link.member]
+                self._enough.set()
             if not self._open:
                 self._group.cancel_scope.cancel()
 
@@ -256,7 +263,7 @@ class _Calls:
     async def _hurry(self, members: int) -> None:
         """Once enough have answered, the others get their share of patience."""
         roll = self._roll
-        while members - len({link.member for link in self._open.values()}) < roll.pace():
+        while members - len(self._owing) < roll.pace():
             await self._enough.wait()
             self._enough = anyio.Event()
         limit = max(roll.floor, roll.patience * roll.elapsed())

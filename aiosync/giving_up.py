@@ -77,7 +77,12 @@ async def tell_to_abort(round: Round, link: MemberLink, reason: str) -> None:
     if not link.supports("abort") or link.outcome in ("committed", "failed"):
         return
     before = link.phase, link.error
-    await link.call("abort_weight_update", reason[:500], header=round.header(link))
+    try:
+        await link.call("abort_weight_update", reason[:500], header=round.header(link))
+    except Fenced as error:
+        if error.detail.get("owner") not in (None, round.engine.owner):  # not just restarted
+            round.engine.cycle.fenced = error
+        raise
     link.phase, link.error = before
     if not round.sent_finish and link.peer is not None and link.peer.state not in BUSY:
         link.outcome = "aborted"

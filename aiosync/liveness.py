@@ -54,7 +54,7 @@ async def send_heartbeats(round: Round) -> None:
         await anyio.sleep(pause)
         async with anyio.create_task_group() as group:
             for link in able:
-                if link in round.present:
+                if link.member not in round.attendance.lost:
                     group.start_soon(quietly, beat, link)
 
 

@@ -64,7 +64,7 @@ def _members(round: Round, error: BaseException | None) -> list[MemberOutcome]:
     servers: dict[str, list[MemberLink]] = {}
     for link in round.links:
         servers.setdefault(link.member, []).append(link)
-    counts = [name for name in servers if error is None and name not in round.attendance.lost]
+    counts = {name for name in servers if error is None and name not in round.attendance.lost}
     return [_member(name, own, error, committed=name in counts) for name, own in servers.items()]
 
 

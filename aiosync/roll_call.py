@@ -79,8 +79,8 @@ def _must_join(engine: TrainerWeightTransferEngine[Any], standing: MemberStandin
 
 def in_order(fleet: Roster, links: list[MemberLink]) -> list[MemberLink]:
     """`links` in the order of the fleet's members."""
-    order = list(fleet.standings)
-    return sorted(links, key=lambda link: order.index(link.member) if link.member in order else -1)
+    order = {name: place for place, name in enumerate(fleet.standings)}
+    return sorted(links, key=lambda link: order.get(link.member, -1))
 
 
 async def _probed(fleet: Roster, links: list[MemberLink]) -> list[MemberLink]:

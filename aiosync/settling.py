@@ -62,12 +62,13 @@ def _settle(round: Round, error: BaseException | None) -> None:
     if fleet is None:
         return
     links = round.links
-    names = dict.fromkeys(link.member for link in links)
-    outcomes = {name: [link for link in links if link.member == name] for name in names}
+    outcomes: dict[str, list[MemberLink]] = {}
+    for link in links:
+        outcomes.setdefault(link.member, []).append(link)
     began = round.number > 0  # else what the links say is of an earlier round
     if not began and error is None:
         return  # a ticket's round was answered from the record
-    committed = [name for name, own in outcomes.items() if began and _all_committed(own)]
+    committed = {name for name, own in outcomes.items() if began and _all_committed(own)}
     if error is None or committed:
         fleet.versions.set(round.version)
     for name, own in outcomes.items():

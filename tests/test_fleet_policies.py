@@ -30,6 +30,11 @@ async def hangs():
 FAULTS = {"lost": lost, "hangs": hangs}
 
 
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch):
+    monkeypatch.setattr("aiosync.attendance.Attendance.floor", 0.3)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("policy", ["quorum(2)", "best_effort"])
 @pytest.mark.parametrize("fault", FAULTS)
