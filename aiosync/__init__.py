@@ -158,12 +158,8 @@ if TYPE_CHECKING:
     from aiosync.factory import (
         available_backends as available_backends,
     )
-    from aiosync.fleet import (
-        FleetClient as FleetClient,
-    )
-    from aiosync.fleet import (
-        Member as Member,
-    )
+    from aiosync.fleet import FleetClient as FleetClient
+    from aiosync.fleet import Member as Member
     from aiosync.front_door import connect as connect
     from aiosync.generation import GenerationGate as GenerationGate
     from aiosync.generation import GenerationRequest as GenerationRequest
@@ -177,15 +173,9 @@ if TYPE_CHECKING:
     from aiosync.iterator_source import IteratorSource as IteratorSource
     from aiosync.layerwise import LayerwiseSink as LayerwiseSink
     from aiosync.legacy_source import LegacySource as LegacySource
-    from aiosync.member_table import (
-        MEMBER as MEMBER,
-    )
-    from aiosync.member_table import (
-        MemberState as MemberState,
-    )
-    from aiosync.member_table import (
-        MemberTrigger as MemberTrigger,
-    )
+    from aiosync.member_table import MEMBER as MEMBER
+    from aiosync.member_table import MemberState as MemberState
+    from aiosync.member_table import MemberTrigger as MemberTrigger
     from aiosync.memory_plan import PlanSummary as PlanSummary
     from aiosync.messages import (
         PeerState as PeerState,
@@ -211,15 +201,9 @@ if TYPE_CHECKING:
     from aiosync.metadata import (
         materialize_full_tensor as materialize_full_tensor,
     )
-    from aiosync.policies import (
-        All as All,
-    )
-    from aiosync.policies import (
-        BestEffort as BestEffort,
-    )
-    from aiosync.policies import (
-        Quorum as Quorum,
-    )
+    from aiosync.policies import All as All
+    from aiosync.policies import BestEffort as BestEffort
+    from aiosync.policies import Quorum as Quorum
     from aiosync.push import PushSession as PushSession
     from aiosync.relay import RelaySink as RelaySink
     from aiosync.relay import TensorReceiver as TensorReceiver
