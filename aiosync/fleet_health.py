@@ -103,6 +103,7 @@ class Health:
             standing.fire(MemberTrigger.MISS, error=_text(error))
             return
         standing.misses += 1
+        standing.barred = False  # it is away: when it is back, it may be well
         if is_refused(error) or standing.misses >= DEFAULTS.beats_missed:
             standing.fire(MemberTrigger.LOSE, error=_text(error))
 
@@ -116,7 +117,7 @@ class Health:
                 try:
                     with anyio.move_on_after(DEFAULTS.beat_s) as limit:
                         peers = [await ask(client) for client in standing.member.servers]
-                        standing.note(peers)
+                        judge(self._fleet, standing, peers)
                         del waiting[standing.name]
                         return
                     if limit.cancelled_caught:
@@ -173,11 +174,16 @@ def judge(fleet: Roster, standing: MemberStanding, peers: list[PeerState | None]
     """A member has answered: move it to where its answer belongs."""
     restarted = standing.note(peers)
     standing.misses = 0
+    standing.barred = standing.barred and not restarted
+    if standing.barred:
+        return
     whole = all(peer is None or peer.weights == Weights.INTACT for peer in peers)
     holds = standing.version is not None and standing.version == fleet.versions.version
     state = standing.state
-    if fleet.driving and not restarted:
-        return  # its round will say
+    if fleet.driving:  # its round will say what it holds; only that it is back is news
+        holds = False
+        if not restarted and state is not MemberState.LOST:
+            return
     if holds and whole and state in (MemberState.JOINING, MemberState.LOST):
         standing.fire(MemberTrigger.COMMIT, version=standing.version and standing.version.wire)
     elif restarted or state is MemberState.LOST:

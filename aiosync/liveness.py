@@ -9,6 +9,7 @@ import anyio
 
 from aiosync.concurrency import check_ended, quietly
 from aiosync.errors import PhaseTimeout
+from aiosync.fleet_health import Health
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 
 async def kept_alive(round: Round, fn: Callable[[], Awaitable[None]]) -> None:
     """Await ``fn()`` while heartbeats go out: a phase may take longer than a lease."""
-    await _beside(send_heartbeats, round, fn)
+    await _beside(_tend, round, fn)
+
+
+async def _tend(round: Round) -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(look_for_the_lost, round)
+        await send_heartbeats(round)
 
 
 async def watched(round: Round, fn: Callable[[], Awaitable[None]]) -> None:
@@ -56,6 +63,14 @@ async def send_heartbeats(round: Round) -> None:
             for link in able:
                 if link.member not in round.attendance.lost:
                     group.start_soon(quietly, beat, link)
+
+
+async def look_for_the_lost(round: Round) -> None:
+    """One that answers again takes part in the next round; looking costs this one nothing."""
+    fleet = round.engine.fleet
+    lost = [] if fleet is None else fleet.lost()
+    if fleet is not None and lost:
+        await quietly(Health(fleet).probe_all, lost)
 
 
 async def watch_stall(round: Round) -> None:

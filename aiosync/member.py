@@ -82,7 +82,8 @@ class MemberStanding:
         error: Why it is stale or lost.
         incarnations: Of its servers' processes, as they were last seen.
         version: What all of its servers said last that they hold.
-        refused: Nothing listens where one of its servers was.
+        misses: Probes in a row that it has not answered.
+        barred: It answers, and could not be brought in: that alone does not bring it back.
     """
 
     def __init__(self, member: Member, hub: TransitionHub) -> None:
@@ -92,6 +93,7 @@ class MemberStanding:
         self.incarnations: dict[int, str] = {}
         self.version: Version | None = None
         self.misses = 0
+        self.barred = False
 
     @property
     def name(self) -> str:

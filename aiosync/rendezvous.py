@@ -101,9 +101,11 @@ async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:
     """
     fleet = engine.fleet
     roll = Attendance(engine.links) if fleet is None else fleet.attendance(engine.links)
+    answered: list[str] = []
     try:
         await roll.call(roll.links, MemberLink.probe, phase="init", linger=DEFAULTS.cleanup_s)
         engine.links = roll.present
+        answered += [link.member for link in roll.present]
         check_policy(engine)
         engine.check_peers()
         await engine.host_rendezvous()
@@ -120,7 +122,7 @@ async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:
         engine.links = roll.present
     finally:
         if fleet is not None:
-            fleet.leave_out(roll.lost)
+            fleet.leave_out(roll.lost, answered=answered)
 
 
 async def initialise(

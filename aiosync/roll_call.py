@@ -124,7 +124,7 @@ async def _initialised(
     async with anyio.create_task_group() as group:
         for link in links:
             group.start_soon(one, link)
-    fleet.leave_out(failed)
+    fleet.leave_out(failed, answered=failed)
     return [link for link in links if link.member not in failed]
 
 

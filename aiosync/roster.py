@@ -13,7 +13,7 @@ from aiosync.policies import All
 from aiosync.version_watch import VersionWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from aiosync.member import Member
     from aiosync.members import MemberLink
@@ -84,10 +84,20 @@ class Roster:
             return there or found  # if all are lost, as far as anybody knows: try them
         return found
 
-    def leave_out(self, failed: Mapping[str, Exception]) -> None:
-        """These could not be brought into the round: lost, until they answer again."""
+    def lost(self) -> list[str]:
+        """Names of the members that do not answer."""
+        return [name for name, each in self.standings.items() if each.state is MemberState.LOST]
+
+    def leave_out(self, failed: Mapping[str, Exception], *, answered: Collection[str] = ()) -> None:
+        """These could not be brought into the round: lost, until they answer again.
+
+        Args:
+            answered: Those that answered, and failed nevertheless: they are not tried again before
+                they have been away or are another process, so that a round is not held up twice.
+        """
         for name, error in failed.items():
             standing = self.standings.get(name)
             if standing is not None:
                 text = f"{type(error).__name__}: {first_line(error)}"
                 standing.fire(MemberTrigger.LOSE, error=text)
+                standing.barred = name in answered

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import PeerLost, PhaseTimeout
 from aiosync.fleet_health import confirm_lost, is_refused
-from aiosync.member_table import MemberTrigger
+from aiosync.member_table import MemberState, MemberTrigger
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ def _settle(round: Round, error: BaseException | None) -> None:
     committed = {name for name, own in outcomes.items() if began and _all_committed(own)}
     if error is None or committed:
         fleet.versions.set(round.version)
+        for other in fleet.standings.values():
+            if other.name not in outcomes and other.state is MemberState.CURRENT:
+                other.fire(MemberTrigger.MISS, error="a round went on without it")
     for name, own in outcomes.items():
         standing = fleet.standings.get(name)
         if standing is None:

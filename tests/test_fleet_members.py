@@ -90,11 +90,30 @@ async def test_a_joiner_that_fails_costs_one_admission_share_and_nothing_more(fa
         report = await it.send(version=3)
         assert len(methods_of(it, "w9")) == 1
         assert report.left_out == ["w9"]
-        it.faults.clear()
         await probe(it)
-        assert it.states()["w9"] == "joining"
+        assert it.states()["w9"] == "lost"  # it answers, as it did when it failed
+        it.faults.clear()
+        it.client.add(aiosync.Member("w9", client))
         await it.send(version=4)
         assert it.routable() == it.holders() == {"w0", "w1", "w9"}
+
+
+@pytest.mark.asyncio
+async def test_a_round_looks_for_lost_members_beside_its_work():
+    async with fleet(2, policy="quorum(1)") as it:
+        await it.send(version=1)
+        client = it.client.members[1].client
+        answers, client.capabilities = client.capabilities, unanswered
+        await probe(it)
+        assert it.states()["w1"] == "lost"
+        await it.send(version=2)
+        assert it.states()["w1"] == "lost"
+        client.capabilities = answers
+        report = await it.send(version=3)
+        assert report.left_out == ["w1"]
+        assert it.states()["w1"] == "joining"
+        await it.send(version=4)
+        assert it.routable() == it.holders() == {"w0", "w1"}
 
 
 @pytest.mark.asyncio
