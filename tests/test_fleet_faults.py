@@ -260,7 +260,7 @@ async def test_a_takeover_in_the_middle_fences_the_first_trainer_and_its_bytes_n
             assert await first.stdout.readline() == b"holding\n"
             first.signal(signal.SIGSTOP)
             for worker in it.replicas.values():  # its lease ends
-                await worker.wait_state("initialized", "failed")
+                await worker.wait_state("initialized", "failed", seconds=40)
             await it.trainer.initialize()
             await it.send(version=5)
             first.signal(signal.SIGCONT)

@@ -23,7 +23,7 @@ async def main(policy: str, urls: list[str]) -> None:
         source=Paced(models.make("small", 7), hold),
         packed=True,
         packed_buffer_size_bytes=4096,
-        lease_s=1.0,
+        lease_s=2.0,
     )
     async with engine:
         await engine.initialize()
