@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from aiosync.policies import Policy
 
 T = TypeVar("T")
-_NEVER_ALONE = (Fenced, Busy)
-"""Another trainer is at work: to go on with the members it has left would part the fleet in two."""
 
 
 @final
@@ -110,7 +108,7 @@ class Attendance:
 
     def strike(self, link: MemberLink, error: Exception) -> bool:
         """Go on without the member of `link`; False: the round cannot. From any thread."""
-        if not self.tolerant or isinstance(error, _NEVER_ALONE):
+        if not self.tolerant or _is_rivalry(error):
             return False
         with self._lock:
             if link.member in self.lost:
@@ -275,6 +273,17 @@ class _Calls:
                 if scope is not None:
                     scope.cancel()
         await anyio.sleep(math.inf)
+
+
+def _is_rivalry(error: Exception) -> bool:
+    """Whether another trainer is at work: going on with the rest would part the fleet in two.
+
+    A process that restarted belongs to nobody. Before a byte has moved that ends the round, too:
+    it is initialised and begun again.
+    """
+    if isinstance(error, Fenced):
+        return error.phase == "start" or error.detail.get("owner") is not None
+    return isinstance(error, Busy)
 
 
 def _text(cause: BaseException) -> str:

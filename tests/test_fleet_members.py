@@ -130,6 +130,25 @@ async def test_a_restarted_member_is_noticed_before_a_byte_moves_and_is_served_a
 
 
 @pytest.mark.asyncio
+async def test_a_member_that_restarts_in_the_middle_of_a_round_is_left_behind():
+    async with fleet(3, policy="quorum(2)") as it:
+        await it.send(version=1)
+        again = (await it.worker("w1")).engine
+
+        async def restart():
+            it.faults.clear()
+            it.restart("w1", again)
+
+        it.faults["w1", "prepare_weight_update"] = restart
+        report = await it.send(version=2)
+        assert report.outcome == "committed"
+        assert it.holders() == it.routable() == {"w0", "w2"}
+        assert again.version is None
+        await it.send(version=3)
+        assert it.holders() == it.routable() == {"w0", "w1", "w2"}
+
+
+@pytest.mark.asyncio
 async def test_a_restarted_member_gets_no_traffic_once_a_probe_has_seen_it():
     async with fleet(2, policy="quorum(1)") as it:
         await it.send(version=1)
