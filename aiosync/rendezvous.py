@@ -106,9 +106,9 @@ async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:
         await roll.call(roll.links, MemberLink.probe, phase="init", linger=DEFAULTS.cleanup_s)
         engine.links = roll.present
         answered += [link.member for link in roll.present]
-        check_policy(engine)
         engine.check_peers()
         await engine.host_rendezvous()
+        check_policy(engine)
         payload = engine.get_worker_init_payload() if engine.is_sender else {}
 
         def info_of(link: MemberLink) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from aiosync.commit import commit
 from aiosync.concurrency import Milestone, collapse, run_legs
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import (
-    AiosyncError,
     Fenced,
     InvalidTransition,
     PhaseTimeout,
@@ -36,7 +35,7 @@ from aiosync.messages import PROTOCOL, RoundHeader
 from aiosync.metadata import first_few
 from aiosync.reporting import make_report
 from aiosync.roll_call import assemble, begin_again, has_restarted
-from aiosync.settling import driving, lost_a_member
+from aiosync.settling import at_most_twice, driving
 from statemachines.tables import Trigger, Weights
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ class Round:
                 link.forget_round()
             async with opened(self.links, seconds=min(self.seconds_left, DEFAULTS.connect_s)):
                 with driving(self):
-                    await self._at_most_twice(body or self._phases)
+                    await at_most_twice(self, lambda: self._guarded(body or self._phases))
         except BaseException as error:
             self.report = make_report(self, error, took=self.elapsed)
             raise
@@ -206,17 +205,6 @@ class Round:
                 self.settings.total,
                 f", waiting for its turn: {ahead.describe()}" if ahead else "",
             )
-
-    async def _at_most_twice(self, body: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await self._guarded(body)
-        except AiosyncError as error:
-            if not await lost_a_member(self, error):
-                raise
-            self.notes.append(f"begun again without {error.replica}: {error.message}")
-            self.recovered = True
-            self.engine.ranks.begin(self.settings.deadline)
-            await self._guarded(body)
 
     async def _guarded(self, body: Callable[[], Awaitable[None]]) -> None:
         try:

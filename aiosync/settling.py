@@ -5,15 +5,14 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from aiosync.errors import PeerLost, PhaseTimeout
+from aiosync.errors import AiosyncError, PeerLost, PhaseTimeout
 from aiosync.fleet_health import confirm_lost, is_refused
 from aiosync.member_table import MemberState, MemberTrigger
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
-    from aiosync.errors import AiosyncError
     from aiosync.members import MemberLink
     from aiosync.round import Round
 
@@ -37,7 +36,20 @@ def driving(round: Round) -> Iterator[None]:
         fleet.driving -= 1
 
 
-async def lost_a_member(round: Round, error: AiosyncError) -> bool:
+async def at_most_twice(round: Round, run: Callable[[], Awaitable[None]]) -> None:
+    """Await ``run()``, and once more where a lost member ended it and may be left."""
+    try:
+        await run()
+    except AiosyncError as error:
+        if not await _lost_a_member(round, error):
+            raise
+        round.notes.append(f"begun again without {error.replica}: {error.message}")
+        round.recovered = True
+        round.engine.ranks.begin(round.settings.deadline)
+        await run()
+
+
+async def _lost_a_member(round: Round, error: AiosyncError) -> bool:
     """Whether `round` may begin again without the member that ended it, which is lost."""
     fleet, name = round.engine.fleet, error.replica
     if fleet is None or not fleet.retry_without_lost or round.sent_finish or name is None:

@@ -27,7 +27,7 @@ class TrainerHooks(ABC, Generic[Init]):
     reusable_after_abort: ClassVar[bool] = False
     """Whether the channel can carry another round after one was given up."""
     backend_name: str = "custom"
-    per_member: ClassVar[bool] = False
+    per_member: bool = False
     """Whether the data plane can go on without some members (its sender is a `PerReader`)."""
 
     links: list[MemberLink]
