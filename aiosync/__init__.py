@@ -111,6 +111,9 @@ if TYPE_CHECKING:
     from aiosync.iterator_source import IteratorSource as IteratorSource
     from aiosync.layerwise import LayerwiseSink as LayerwiseSink
     from aiosync.legacy_source import LegacySource as LegacySource
+    from aiosync.member_table import MEMBER as MEMBER
+    from aiosync.member_table import MemberState as MemberState
+    from aiosync.member_table import MemberTrigger as MemberTrigger
     from aiosync.memory_plan import PlanSummary as PlanSummary
     from aiosync.messages import PeerState as PeerState
     from aiosync.messages import RoundHeader as RoundHeader
@@ -123,6 +126,9 @@ if TYPE_CHECKING:
     from aiosync.offers import Offer as Offer
     from aiosync.offers import RoundRecord as RoundRecord
     from aiosync.pause import Pause as Pause
+    from aiosync.policies import All as All
+    from aiosync.policies import BestEffort as BestEffort
+    from aiosync.policies import Quorum as Quorum
     from aiosync.push import PushSession as PushSession
     from aiosync.ray_actor import RayServed as RayServed
     from aiosync.ray_client import RayMember as RayMember
@@ -166,6 +172,8 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "Adapter": "aiosync.weight_targets",
+    "All": "aiosync.policies",
+    "BestEffort": "aiosync.policies",
     "Budget": "aiosync.budget",
     "Capabilities": "aiosync.client",
     "DEFAULTS": "aiosync.defaults",
@@ -192,17 +200,20 @@ _LAZY = {
     "IPCWeightTransferEngine": "aiosync.engines.ipc",
     "IPCWeightTransferInitInfo": "aiosync.engines.ipc",
     "IPCWeightTransferUpdateInfo": "aiosync.engines.ipc",
+    "InPlaceSink": "aiosync.sinks",
     "IteratorSource": "aiosync.iterator_source",
+    "LayerwiseSink": "aiosync.layerwise",
     "LegacySource": "aiosync.legacy_source",
     "LoopbackTrainerInitInfo": "aiosync.engines.loopback",
     "LoopbackTrainerWeightTransferEngine": "aiosync.engines.loopback",
     "LoopbackWeightTransferEngine": "aiosync.engines.loopback",
-    "InPlaceSink": "aiosync.sinks",
-    "LayerwiseSink": "aiosync.layerwise",
     "LoopbackWeightTransferInitInfo": "aiosync.engines.loopback",
     "LoopbackWeightTransferUpdateInfo": "aiosync.engines.loopback",
+    "MEMBER": "aiosync.member_table",
     "Member": "aiosync.fleet",
     "MemberOutcome": "aiosync.report",
+    "MemberState": "aiosync.member_table",
+    "MemberTrigger": "aiosync.member_table",
     "Milestone": "aiosync.concurrency",
     "Model": "aiosync.weight_targets",
     "ModuleSource": "aiosync.sources",
@@ -216,14 +227,16 @@ _LAZY = {
     "PauseMode": "aiosync.generation",
     "Offer": "aiosync.offers",
     "PeerState": "aiosync.messages",
-    "PushSession": "aiosync.push",
     "Placement": "aiosync.metadata",
     "Pause": "aiosync.pause",
     "PlanSummary": "aiosync.memory_plan",
     "RayMember": "aiosync.ray_client",
     "RayServed": "aiosync.ray_actor",
     "RayVLLMWeightSyncClient": "aiosync.ray_client",
+    "PushSession": "aiosync.push",
+    "Quorum": "aiosync.policies",
     "Readiness": "aiosync.client_protocol",
+    "RelaySink": "aiosync.relay",
     "Replicate": "aiosync.metadata",
     "Reply": "aiosync.client_protocol",
     "Report": "aiosync.report",
@@ -236,7 +249,6 @@ _LAZY = {
     "ServedEngine": "aiosync.routes",
     "Server": "aiosync.server",
     "Shard": "aiosync.metadata",
-    "RelaySink": "aiosync.relay",
     "SharedStorage": "transports.sharing",
     "Sink": "aiosync.sinks",
     "StagedSink": "aiosync.sinks",

@@ -21,7 +21,6 @@ from aiosync.errors import (
     PhaseTimeout,
     ProtocolMismatch,
 )
-from aiosync.members import fan_out
 from aiosync.watchable import BUSY
 
 if TYPE_CHECKING:
@@ -48,7 +47,8 @@ async def commit(round: Round) -> None:
 
     async def all_of_them() -> None:
         try:
-            await fan_out(round.links, one, phase="finish", linger=round.budget.cleanup)
+            linger = round.budget.cleanup
+            await round.attendance.call(round.links, one, phase="finish", linger=linger)
         except Exception as error:  # noqa: BLE001  raised below, outside the shield
             failures.append(error)
 

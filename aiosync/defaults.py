@@ -30,6 +30,11 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 10.0  # a third of the lease: one lost beat is no death
 
     clock_allowance_s: float = 1.0  # by how much the clocks of two hosts may disagree
+    beat_s: float = 1.0  # between two probes of a fleet's members
+    beats_missed: int = 3  # unanswered probes after which a member is lost
+    join_s: float = 5.0  # what one that joins may cost a round, once
+    patience: float = 0.3  # share of their own time that members wait for slower ones
+    patience_s: float = 1.0  # the same in seconds, at least
 
     connect_s: float = 5.0  # TCP or Unix connect of one control call
     rpc_s: float = 300.0  # one control call of a phase (vLLM's own default)

@@ -63,15 +63,11 @@ async def _tell_ranks(round: Round, cause: BaseException) -> None:
 
 async def abort_members(round: Round, cause: BaseException) -> None:
     """Have every member that knows how give the round up; its state then confirms it."""
-    reason = f"{type(cause).__name__}: {first_line(cause)}"[:500]
+    reason = f"{type(cause).__name__}: {first_line(cause)}"
 
     async def one(link: MemberLink) -> None:
         try:
-            if link.supports("abort") and link.outcome not in ("committed", "failed"):
-                before = link.phase, link.error
-                await link.call("abort_weight_update", reason, header=round.header(link))
-                link.phase, link.error = before
-                _settle(round, link)
+            await tell_to_abort(round, link, reason)
         finally:
             await round.holds.lift(link)
 
@@ -90,9 +86,24 @@ def _settle(round: Round, link: MemberLink) -> None:
         link.outcome = "committed" if confirms(round, link.peer) else "failed"
 
 
+async def tell_to_abort(round: Round, link: MemberLink, reason: str) -> None:
+    """Have one member give the round up, if it can and has not ended it by itself."""
+    if not link.supports("abort") or link.outcome in ("committed", "failed"):
+        return
+    before = link.phase, link.error
+    try:
+        await link.call("abort_weight_update", reason[:500], header=round.header(link))
+    except Fenced as error:
+        if error.detail.get("owner") not in (None, round.engine.owner):  # not just restarted
+            round.engine.cycle.fenced = error
+        raise
+    link.phase, link.error = before
+    _settle(round, link)
+
+
 def _flip(round: Round, cause: BaseException) -> None:
     engine = round.engine
-    sent_all = round.sent_finish and all(link.outcome == "committed" for link in round.links)
+    sent_all = round.sent_finish and all(link.outcome == "committed" for link in round.present)
     if sent_all or round.agreed is not None:
         # Cancelled, or out of time, while the last answer was on its way: it is committed.
         engine.committed(round)

@@ -10,6 +10,7 @@ import anyio
 from aiosync.concurrency import check_ended, quietly
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import PhaseTimeout
+from aiosync.fleet_health import Health
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
 
 async def kept_alive(round: Round, fn: Callable[[], Awaitable[None]]) -> None:
     """Await ``fn()`` while heartbeats go out: a phase may take longer than a lease."""
-    await _beside(send_heartbeats, round, fn)
+    await _beside(_tend, round, fn)
+
+
+async def _tend(round: Round) -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(look_for_the_lost, round)
+        await send_heartbeats(round)
 
 
 async def watched(round: Round, fn: Callable[[], Awaitable[None]]) -> None:
@@ -56,7 +63,8 @@ async def send_heartbeats(round: Round) -> None:
         await anyio.sleep(pause)
         async with anyio.create_task_group() as group:
             for link in able:
-                group.start_soon(quietly, beat, link)
+                if link.member not in round.attendance.lost:
+                    group.start_soon(quietly, beat, link)
         for link in able:
             held = link.peer.detail.get("held") if link.peer is not None else None
             if isinstance(held, dict) and held.get("round") == round.number:
@@ -73,6 +81,14 @@ def _held_back(round: Round, name: str, seconds: float) -> None:
         round.notes.append(note)
 
 
+async def look_for_the_lost(round: Round) -> None:
+    """One that answers again takes part in the next round; looking costs this one nothing."""
+    fleet = round.engine.fleet
+    lost = [] if fleet is None else fleet.lost()
+    if fleet is not None and lost:
+        await quietly(Health(fleet).probe_all, lost)
+
+
 async def watch_stall(round: Round) -> None:
     """End the round once neither the data plane nor any member has moved for ``budget.stall``.
 
@@ -84,11 +100,11 @@ async def watch_stall(round: Round) -> None:
     tick = min(stall / 10, 1.0)
     while True:
         await anyio.sleep(tick)
-        members = (link.progress_at for link in round.links)
+        members = (link.progress_at for link in round.present)
         latest = max(began, round.engine.progress_at(), *members)
         # The data plane times a silent peer itself and names it; this is for all the rest.
         if time.monotonic() - latest > stall + 2 * tick:
-            waiting = [link.name for link in round.links if link.answered != "update"]
+            waiting = [link.name for link in round.present if link.answered != "update"]
             raise PhaseTimeout(
                 f"no progress for {stall:g} s; waiting for {', '.join(waiting)}",
                 replica=waiting[0] if len(waiting) == 1 else None,

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import anyio
@@ -34,10 +34,12 @@ STOCK = Capabilities(protocol=0)
 
 @final
 class MemberLink:
-    """One member: its client, what it can do, and what it was last seen holding."""
+    """One server of a member: its client, what it can do, and what it was last seen holding."""
 
-    def __init__(self, name: str, client: Any) -> None:
+    def __init__(self, name: str, client: Any, *, member: str | None = None) -> None:
         self.name = name
+        self.member = member or name
+        """The member that this server belongs to."""
         self.client: Any = adapt_client(client)
         self.capabilities: Capabilities = STOCK
         self.peer: PeerState | None = None
@@ -52,6 +54,7 @@ class MemberLink:
         self.phase: str | None = None
         self.error: str | None = None
         self.seconds = 0.0
+        self._size = 1
 
     @property
     def speaks_ours(self) -> bool:
@@ -90,8 +93,8 @@ class MemberLink:
 
     @property
     def world_size(self) -> int:
-        """Worker ranks behind this member: each is a reader of its own."""
-        return self.peer.world_size if self.peer is not None else 1
+        """Worker ranks behind this server: each is a reader of its own."""
+        return self.peer.world_size if self.peer is not None else self._size
 
     def has_verified(self, round: int) -> bool:
         """Whether its last answer says that all of the round is there, and right."""
@@ -112,6 +115,9 @@ class MemberLink:
             raise ProtocolMismatch(f"capabilities() of the client gave {kind}, no Capabilities")
         self.capabilities = answer
         self.note(answer.peer)
+        if self.peer is None and hasattr(self.client, "get_world_size"):
+            with suppress(AiosyncError):  # a stock server that has no such route has one rank
+                self._size = await self.client.get_world_size()
 
     def note(self, peer: PeerState | None) -> None:
         """Remember what a reply said about the peer."""
@@ -175,11 +181,34 @@ def _progress(peer: PeerState) -> tuple[str, Any]:
 
 
 def links_of(client: Any) -> list[MemberLink]:
-    """One link per member of a fleet, or one for a single client."""
+    """One link per server of a fleet's members, or one for a single client."""
     members = getattr(client, "members", None)
     if members is None:
         return [MemberLink(str(getattr(client, "name", None) or "worker"), client)]
-    return [MemberLink(member.name, member.client) for member in members]
+    return [link for member in members for link in member.links()]
+
+
+def fleet_of(client: Any) -> Any:
+    """What a client that is a fleet knows of its members, else None."""
+    return getattr(client, "roster", None)
+
+
+def ranks_before(link: MemberLink, links: Sequence[MemberLink]) -> int:
+    """Worker ranks of the servers that come before `link`."""
+    return sum(other.world_size for other in links[: links.index(link)])
+
+
+def own_info(
+    init_info: dict[str, Any], link: MemberLink, links: Sequence[MemberLink]
+) -> dict[str, Any]:
+    """`init_info` for one of several servers that share a group: its ranks come after the others'.
+
+    Only an int ``rank_offset`` is changed; it is the first server's.
+    """
+    offset = init_info.get("rank_offset")
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        return init_info
+    return {**init_info, "rank_offset": offset + ranks_before(link, links)}
 
 
 @final

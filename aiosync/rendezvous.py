@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from aiosync.attendance import Attendance
 from aiosync.budget import check_seconds
 from aiosync.concurrency import collapse, quietly, run_legs, run_to_end
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import AiosyncError, Busy, PhaseTimeout, ProtocolMismatch
+from aiosync.errors import AiosyncError, Busy, PhaseTimeout, ProtocolMismatch, Validation
 from aiosync.members import MemberLink, fan_out, opened, unanswered
 from aiosync.messages import PROTOCOL, RoundHeader
 from aiosync.metadata import first_few
@@ -21,7 +22,7 @@ from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from aiosync.trainer import TrainerWeightTransferEngine
 
@@ -98,23 +99,34 @@ async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:
 
     Each init reply brings the epoch under which this trainer owns the worker from then on.
     """
-    await fan_out(engine.links, MemberLink.probe, phase="init", linger=DEFAULTS.cleanup_s)
-    engine.check_peers()
-    await engine.host_rendezvous()
-    payload = engine.get_worker_init_payload() if engine.is_sender else {}
+    fleet = engine.fleet
+    roll = Attendance(engine.links) if fleet is None else fleet.attendance(engine.links)
+    answered: list[str] = []
+    try:
+        await roll.call(roll.links, MemberLink.probe, phase="init", linger=DEFAULTS.cleanup_s)
+        engine.links = roll.present
+        answered += [link.member for link in roll.present]
+        engine.check_peers()
+        await engine.host_rendezvous()
+        check_policy(engine)
+        payload = engine.get_worker_init_payload() if engine.is_sender else {}
 
-    def info_of(link: MemberLink) -> dict[str, Any]:
-        return {**payload, **engine.member_payload(link)}
+        def info_of(link: MemberLink) -> dict[str, Any]:
+            return {**payload, **engine.member_payload(link)}
 
-    async def init() -> None:
-        await initialise(engine.links, info_of, owner=engine.owner, lease_s=engine.lease_s)
+        async def init() -> None:
+            await initialise(roll, info_of, owner=engine.owner, lease_s=engine.lease_s)
 
-    # At once: a member answers when it has joined, and can join when this side does.
-    await run_legs(init, engine.join, linger=_JOIN_LINGER_S)
+        # At once: a member answers when it has joined, and can join when this side does.
+        await run_legs(init, engine.join, linger=_JOIN_LINGER_S)
+        engine.links = roll.present
+    finally:
+        if fleet is not None:
+            fleet.leave_out(roll.lost, answered=answered)
 
 
 async def initialise(
-    links: Sequence[MemberLink],
+    roll: Attendance,
     info_of: Callable[[MemberLink], dict[str, Any]],
     *,
     owner: str,
@@ -136,7 +148,7 @@ async def initialise(
                 )
             link.epoch, link.known_incarnation = peer.epoch, peer.incarnation
 
-    await fan_out(links, init, phase="init", linger=DEFAULTS.cleanup_s)
+    await roll.call(roll.links, init, phase="init", linger=DEFAULTS.cleanup_s)
 
 
 async def _end_open_round(owner: str, link: MemberLink) -> None:
@@ -166,3 +178,29 @@ async def say_goodbye(engine: TrainerWeightTransferEngine[Any]) -> None:
             await fan_out(engine.links, leave, phase="shutdown", linger=DEFAULTS.cleanup_s)
         except AiosyncError:
             return
+
+
+def check_policy(engine: TrainerWeightTransferEngine[Any]) -> None:
+    """A round that may go on without a member needs members that can do without each other.
+
+    Raises:
+        Validation: Names the backend, or the member and what it cannot do.
+    """
+    fleet = engine.fleet
+    if fleet is None or not fleet.tolerant:
+        return
+    if not engine.per_member:
+        raise Validation(
+            f"policy {fleet.policy}: backend {engine.backend_name} moves its bytes through all"
+            " members together, and cannot go on without one",
+            phase="init",
+            next_step="use policy='all', with retry_without_lost=True if lost members may be left",
+        )
+    for link in engine.links:
+        lacks = [name for name in ("prepare", "abort") if not link.supports(name)]
+        if lacks:
+            raise Validation(
+                f"policy {fleet.policy} needs members that can {' and '.join(lacks)}",
+                replica=link.name,
+                phase="init",
+            )

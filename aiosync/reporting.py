@@ -27,7 +27,7 @@ def make_report(round: Round, error: BaseException | None, *, took: float) -> Re
         backend=engine.backend_name,
         nbytes=round.nbytes,
         seconds={**round.seconds, "total": took},
-        members=[_member(round, link, error) for link in round.links],
+        members=_members(round, error),
         target=round.target.key,
         pause_seconds=max((round.holds.seconds(link) for link in round.links), default=0.0),
         digest=summary.digest if summary is not None else None,
@@ -42,11 +42,13 @@ def make_report(round: Round, error: BaseException | None, *, took: float) -> Re
 
 
 def _left_out(round: Round, error: BaseException | None) -> list[str]:
+    fleet, there = round.engine.fleet, {link.member for link in round.links}
+    members = [] if fleet is None else [name for name in fleet.standings if name not in there]
     if round.feed is not None:
-        return round.feed.left_out
+        return [*round.feed.left_out, *members]
     if error is not None:
-        return []  # an unread source may have to run a collective to answer, not on the loop
-    return list(getattr(round.engine.source, "left_out", None) or ())
+        return members  # an unread source may have to run a collective to answer, not on the loop
+    return [*(getattr(round.engine.source, "left_out", None) or ()), *members]
 
 
 def _outcome(round: Round, error: BaseException | None) -> str:
@@ -60,24 +62,58 @@ def _outcome(round: Round, error: BaseException | None) -> str:
     return "unknown" if outcomes & {"committed", "unknown"} else "failed"
 
 
-def _member(round: Round, link: MemberLink, error: BaseException | None) -> MemberOutcome:
-    committed = error is None
+def _members(round: Round, error: BaseException | None) -> list[MemberOutcome]:
+    servers: dict[str, list[MemberLink]] = {}
+    for link in round.links:
+        servers.setdefault(link.member, []).append(link)
+    counts = {name for name in servers if error is None and name not in round.attendance.lost}
+    return [
+        _member(round, name, own, error, committed=name in counts) for name, own in servers.items()
+    ]
+
+
+def _member(
+    round: Round,
+    name: str,
+    servers: list[MemberLink],
+    error: BaseException | None,
+    *,
+    committed: bool,
+) -> MemberOutcome:
+    """One row for all servers of a member: what the worst of them has."""
+    found = {link.outcome for link in servers}
     outcome: MemberResult = "failed"
-    if committed or link.outcome == "committed":
+    if committed or found == {"committed"}:
         outcome = "committed"
-    elif link.outcome == "unknown":
-        outcome = "unknown"
-    unsure = link.peer is None or outcome == "unknown"
+    elif found & {"unknown", "committed"}:
+        outcome = "unknown"  # so is a member of which only some servers have committed
+    bad = next((link for link in servers if link.error), servers[0])
+
+    def left_paused(link: MemberLink) -> str | None:
+        return round.holds.left_paused.get(link.name)
+
     return MemberOutcome(
-        name=link.name,
+        name=name,
         outcome=outcome,
-        weights=Weights.UNKNOWN.value if unsure or link.peer is None else link.peer.weights,
-        phase=None if outcome == "committed" else link.phase,
-        error=link.error or _blame(link, error),
-        seconds=link.seconds,
-        pause_seconds=round.holds.seconds(link),
-        left_paused=round.holds.left_paused.get(link.name),
+        weights=_weights(servers, outcome),
+        phase=None if outcome == "committed" else bad.phase,
+        error=_why(bad, error, alone=len(servers) == 1),
+        seconds=max(link.seconds for link in servers),
+        pause_seconds=max(map(round.holds.seconds, servers)),
+        left_paused=next(filter(None, map(left_paused, servers)), None),
     )
+
+
+def _weights(servers: list[MemberLink], outcome: MemberResult) -> str:
+    said = {link.peer.weights for link in servers if link.peer is not None}
+    if outcome == "unknown" or any(link.peer is None for link in servers):
+        return Weights.UNKNOWN.value
+    return next((w.value for w in (Weights.UNKNOWN, Weights.TORN) if w in said), Weights.INTACT)
+
+
+def _why(link: MemberLink, error: BaseException | None, *, alone: bool) -> str | None:
+    why = link.error or _blame(link, error)
+    return why if alone or not why else f"{link.name}: {why}"
 
 
 def _blame(link: MemberLink, error: BaseException | None) -> str | None:

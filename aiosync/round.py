@@ -12,32 +12,36 @@ from __future__ import annotations
 import math
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import anyio
 
 from aiosync import together
+from aiosync.attendance import Attendance
 from aiosync.commit import commit
 from aiosync.concurrency import Milestone, collapse, run_legs
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Fenced, InvalidTransition, PhaseTimeout, RoundCancelled, Validation
-from aiosync.giving_up import abort_members, give_up
+from aiosync.giving_up import give_up
 from aiosync.liveness import kept_alive, watched
 from aiosync.member_checks import check_options, opening_call
-from aiosync.members import MemberLink, fan_out, opened, unanswered
+from aiosync.members import opened, unanswered
 from aiosync.messages import PROTOCOL, RoundHeader
 from aiosync.metadata import first_few
-from aiosync.rendezvous import meet
 from aiosync.repeating import reliably
 from aiosync.reporting import make_report
+from aiosync.roll_call import assemble, begin_again, convene, has_restarted
 from aiosync.round_holds import Holds
+from aiosync.settling import at_most_twice, driving
 from aiosync.weight_targets import MODEL
-from statemachines.tables import State, Trigger, Weights
+from statemachines.tables import Trigger, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from aiosync.feed import SourceFeed
+    from aiosync.members import MemberLink
     from aiosync.report import Report
     from aiosync.round_options import RoundSettings
     from aiosync.source_side import SourceSide
@@ -84,14 +88,24 @@ class Round:
         self.feed: SourceFeed | None = None
         self.plan: Plan | None = None
         self.summary: StreamSummary | None = None
-        self.links: list[MemberLink] = []
-        """The members; those of the engine from this round's turn on."""
+        self.attendance = Attendance([])
+        """Who takes part: the engine's members from this round's turn on."""
         self.sent_finish = False
         self._is_sending = False
         self.agreed: Report | None = None
         """A report that stands for this round: rank 0's, or that of an inner or repeated one."""
         self._waiting, self._scope, self.limit = (anyio.CancelScope() for _ in range(3))
         self._began = time.monotonic()
+
+    @property
+    def links(self) -> list[MemberLink]:
+        """The servers that this round began with."""
+        return self.attendance.links
+
+    @property
+    def present(self) -> list[MemberLink]:
+        """Those that have not dropped out."""
+        return self.attendance.present
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +154,8 @@ class Round:
             for link in self.links:
                 link.forget_round()
             async with opened(self.links, seconds=min(self.seconds_left, DEFAULTS.connect_s)):
-                await self._guarded(body or self._phases)
+                with driving(self):
+                    await at_most_twice(self, lambda: self._guarded(body or self._phases))
         except BaseException as error:
             self.report = make_report(self, error, took=self.elapsed)
             raise
@@ -166,7 +181,8 @@ class Round:
                     await self.turn.wait()
             finally:
                 self.seconds["wait"] = self.elapsed
-        self.phase, self.links = "admit", self.engine.links
+        self.phase = "admit"
+        convene(self)
         self.engine.admission.resolve(self)
 
     @contextmanager
@@ -205,9 +221,10 @@ class Round:
                 phase="admit",
             )
         with self._timed("admit", self.budget.admit or DEFAULTS.admit_s):
-            await engine.cycle.ensure_initialized(self)
+            await assemble(self)
             engine.tickets.check(self.settings)
             check_options(self)
+            self.attendance.check()
             await self._validate()
             engine.tickets.check_plan(self)
             await engine.machine.pass_gates(Trigger.START, version=self.label)
@@ -222,7 +239,7 @@ class Round:
         engine.next_round(self)
         engine.machine.fire(Trigger.START, round=self.number, version=self.label)
         if engine.is_sender:
-            await kept_alive(self, self._carry_out)
+            await kept_alive(self, lambda: self.attendance.hold(self._carry_out))
         else:
             with self._timed("update", None):
                 await together.take_part(self)
@@ -268,24 +285,11 @@ class Round:
         try:
             await self._all("start", None)
         except (InvalidTransition, Fenced) as error:
-            if self.recovered or not self.engine.recovers or not await self._peer_restarted():
+            if self.recovered or not self.engine.recovers or not await has_restarted(self):
                 raise
-            # Noticed before a byte moved: initialise again, once, within the same budget.
-            self.notes.append(f"initialised again, a worker had restarted: {error.message}")
-            self.recovered = True
-            await abort_members(self, error)  # those whose start went through
-            await meet(self.engine)  # it, and all others, get a new epoch
+            await begin_again(self, error)
             await self.holds.take("round")
-            if self.settings.ticket is not None:
-                self.engine.tickets.check_epochs(self.settings.ticket)
             await self._all("start", None)
-
-    async def _peer_restarted(self) -> bool:
-        able = [link for link in self.links if link.speaks_ours]
-        await fan_out(able, MemberLink.probe, phase="start", linger=self.budget.cleanup)
-        # One that was shut down from elsewhere has lost its channel as well.
-        lost = (State.IDLE, State.FAILED)
-        return any(link.restarted or (link.peer and link.peer.state in lost) for link in able)
 
     async def _transfer(self) -> None:
         payload = self.engine.update_payload(self)
@@ -293,13 +297,8 @@ class Round:
         async def control() -> None:
             if payload is None:
                 return  # the data leg makes these calls as it goes
-            try:
-                await watched(self, lambda: self._all("update", "update_weights", payload))
-            except Exception as error:  # noqa: BLE001  raised again, out of its group
-                cause = collapse(error)
-                if self.engine.ranks.size > 1:
-                    self.engine.ranks.stop(cause)  # for the other ranks to raise, too
-                raise cause from cause.__cause__
+            update = partial(self._all, "update", "update_weights", payload)
+            await together.heard(self, lambda: watched(self, update))
 
         async def data() -> None:
             self._is_sending = True
@@ -367,7 +366,7 @@ class Round:
     async def _all(
         self, phase: str, method: str | None, *args: Any, links: list[MemberLink] | None = None
     ) -> None:
-        await fan_out(
+        await self.attendance.call(
             self.links if links is None else links,
             lambda link: reliably(self, link, method or opening_call(self, link), *args),
             phase=phase,

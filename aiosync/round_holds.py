@@ -27,7 +27,6 @@ from aiosync.errors import (
     Torn,
 )
 from aiosync.fleet import Member
-from aiosync.members import fan_out
 from aiosync.repeating import reliably
 
 if TYPE_CHECKING:
@@ -93,14 +92,15 @@ class Holds:
                 round is given up.
         """
         round = self._round
-        links = [link for link in round.links if self._begins(link) == scope]
+        links = [link for link in round.present if self._begins(link) == scope]
         if not links or (self.pause is None and not round.settings.around):
             return
-        await fan_out(links, self._take, phase="pause", linger=round.budget.cleanup / 4)
+        linger = round.budget.cleanup / 4
+        await round.attendance.call(links, self._take, phase="pause", linger=linger)
 
     def start_clocks(self) -> None:
         """The members have answered `start`: what they measure from here on is the round's."""
-        for link in self._round.links:
+        for link in self._round.present:
             self._read_clock(link)
 
     async def lift_all(self, *, seconds: float) -> None:

@@ -12,6 +12,7 @@ import anyio
 import msgspec
 
 from aiosync.agreement import check_holdings, facts_of, holding_of
+from aiosync.concurrency import collapse
 from aiosync.errors import PeerLost, Validation
 from aiosync.ranks import Word, earlier, may_return
 from aiosync.reporting import make_report
@@ -21,7 +22,7 @@ from aiosync.streaming import pass_along
 from statemachines.tables import Trigger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from aiosync.round import Round
 
@@ -105,6 +106,17 @@ def _meet_first(this: Round, limit: float, meet: Callable[[], list[Word]]) -> li
     ranks.regather(limit)
     this.notes.append(f"the trainer ranks sat down again (epoch {ranks.epoch})")
     return meet()
+
+
+async def heard(this: Round, fn: Callable[[], Awaitable[None]]) -> None:
+    """Await ``fn()``; the other ranks raise, too, what it raised."""
+    try:
+        await fn()
+    except Exception as error:  # noqa: BLE001  raised again, out of its group
+        cause = collapse(error)
+        if this.engine.ranks.size > 1:
+            this.engine.ranks.stop(cause)
+        raise cause from cause.__cause__
 
 
 async def take_part(this: Round) -> None:

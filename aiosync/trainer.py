@@ -20,7 +20,7 @@ from aiosync.errors import Validation
 from aiosync.gathering import gathered
 from aiosync.handle import in_background
 from aiosync.lane_calls import as_seen_here
-from aiosync.members import links_of
+from aiosync.members import fleet_of, links_of
 from aiosync.overrides import class_step, is_inside, step, wrap_steps
 from aiosync.proxy import ClientProxy
 from aiosync.push import open_session
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from aiosync.handle import WeightUpdate
     from aiosync.members import MemberLink
     from aiosync.report import Report
+    from aiosync.roster import Roster
     from aiosync.round import Round
     from aiosync.round_options import Next, RoundOptions
     from aiosync.sources import Source
@@ -114,6 +115,7 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         self.last_report: Report | None = None
         self.machine = StateMachine(ENGINE, name=self.name, role="trainer", hub=hub)
         self.links: list[MemberLink] = links_of(client) if is_sender else []
+        self.fleet: Roster | None = fleet_of(client) if is_sender else None
         self._proxy = ClientProxy(self)
         self.admission = Admission(self)
         self.tickets = TicketDesk(self)

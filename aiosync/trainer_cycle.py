@@ -10,15 +10,16 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, final
 
+from aiosync.attendance import Attendance
 from aiosync.client_protocol import adapt_client
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Fenced, InvalidTransition, Validation
 from aiosync.lane_calls import LaneCalls
 from aiosync.liveness import kept_alive
 from aiosync.member_checks import check_options
-from aiosync.members import MemberLink, fan_out, links_of, opened
+from aiosync.members import MemberLink, fan_out, fleet_of, links_of, opened, own_info
 from aiosync.overrides import bare_of, call_step
-from aiosync.rendezvous import initialise, owner_name
+from aiosync.rendezvous import check_policy, initialise, owner_name
 from aiosync.round_options import NEXT, OPTIONS, RoundSettings
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger
@@ -167,14 +168,18 @@ class _FirstMeeting:
         async with opened(self.links):
             await fan_out(self.links, MemberLink.probe, phase="init", linger=DEFAULTS.cleanup_s)
             await initialise(
-                self.links, lambda _: init_info, owner=self.owner, lease_s=DEFAULTS.lease_s
+                Attendance(self.links),
+                lambda link: own_info(init_info, link, self.links),
+                owner=self.owner,
+                lease_s=DEFAULTS.lease_s,
             )
 
     def adopt(self, engine: TrainerWeightTransferEngine[Any]) -> None:
         """Give the engine what was learnt."""
         engine.owner = self.owner
         if engine.is_sender:
-            engine.links = self.links
+            engine.links, engine.fleet = self.links, fleet_of(self.inner)
+            check_policy(engine)
         if engine.init_payload is None:
             engine.init_payload = self.payload
 

@@ -27,7 +27,10 @@ class TrainerHooks(ABC, Generic[Init]):
     reusable_after_abort: ClassVar[bool] = False
     """Whether the channel can carry another round after one was given up."""
     backend_name: str = "custom"
+    per_member: bool = False
+    """Whether the data plane can go on without some members (its sender is a `PerReader`)."""
 
+    links: list[MemberLink]
     init_payload: dict[str, Any] | None = None
     """What an overridden `trainer_init` handed to the workers."""
 
@@ -48,8 +51,20 @@ class TrainerHooks(ABC, Generic[Init]):
         """What one member's init info has beyond the common part (a rank, a name)."""
         return {}
 
+    def check_peer(self, link: MemberLink) -> None:
+        """Judge what a member answered to the probe, before init; raises to refuse."""
+
     def check_peers(self) -> None:
-        """Judge what the members answered to the probe, before init; raises to refuse."""
+        """The same for all members, and what they have in common."""
+        for link in self.links:
+            self.check_peer(link)
+
+    def fits(self, link: MemberLink) -> bool:
+        """Whether the channel that there is can take `link` in as it is."""
+        return True
+
+    def nudge(self) -> None:
+        """A member dropped out of the round: the data plane is to go on without it."""
 
     async def host_rendezvous(self) -> None:
         """Open what the init payload tells the members of (a port); before every init."""

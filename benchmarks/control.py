@@ -29,12 +29,12 @@ _BATCH = 10  # rounds per measurement: one alone is shorter than a hiccup of the
 
 async def run(options: Options) -> AsyncIterator[dict[str, Any]]:
     async with peer() as other:
-        requests = await _requests(other)
+        requests = await requests_of_a_round(other)
         for tcp in (False, True):
             yield await _measure(other, requests, options, tcp=tcp)
 
 
-async def _requests(other: Peer) -> list[wire.Request]:
+async def requests_of_a_round(other: Peer) -> list[wire.Request]:
     """What a round sends, once everything is known to both sides."""
     answer = await other.do(
         "open", layout="one", nbytes=_NBYTES, tensors=1, sink="staged", verify="digest", tcp=False

@@ -12,7 +12,15 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = {"name", "variant", "payload", "ours", "raw", "unit", "ratio", "target"}
-RESULTS = {"ipc_cpu": 7, "gloo": 4, "control": 2, "loop_lag": 2, "metadata": 1, "events": 1}
+RESULTS = {
+    "ipc_cpu": 7,
+    "gloo": 4,
+    "control": 2,
+    "fleet": 4,
+    "loop_lag": 2,
+    "metadata": 1,
+    "events": 1,
+}
 RESULTS |= {"nccl": 4, "ipc_cuda": 5} if torch.cuda.is_available() else {"nccl": 0, "ipc_cuda": 0}
 
 

@@ -43,7 +43,7 @@ AT_RUN_TIME = {
     "handle_version_none": (Validation, "a version is needed: pass version=<int that grows> or"),
     "version_none": (Validation, "a version is needed: pass version=<int that grows> or"),
     "wrong_budget": (Validation, "budget must be a Budget, not 30; for one number of seconds use"),
-    "wrong_policy": (Validation, "policy must be 'all', not 2"),
+    "wrong_policy": (Validation, "policy must be 'all', 'quorum(k)' or 'best_effort', not 2"),
 }
 
 pytestmark = pytest.mark.timeout(240)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, final
 from statemachines.errors import AiosyncError, Validation
 from transports import shm_messages as wire
 from transports.errors import DigestMismatch, PeerLost, PhaseTimeout
+from transports.laggards import Laggards
 from transports.waker import wait_ready
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from transports.links import Link
     from transports.listener import Listener
+    from transports.stream import Roll
     from transports.waker import Waker
 
 _PENDING_LIMIT = 64
@@ -37,9 +39,10 @@ class Reader:
         heard: When it last said anything (`time.monotonic`).
         owes: Since when it owes us an answer; None when it does not.
         complete: Its last word.
+        lag: Seconds that the others waited for it.
     """
 
-    __slots__ = ("acked", "complete", "heard", "link", "name", "owes")
+    __slots__ = ("acked", "complete", "heard", "lag", "link", "name", "owes")
 
     def __init__(self, link: Link, name: str) -> None:
         self.link = link
@@ -48,14 +51,17 @@ class Reader:
         self.heard = time.monotonic()
         self.owes: float | None = None
         self.complete: wire.Complete | None = None
+        self.lag = 0.0
 
 
 @final
 class Readers:
     """All readers of a round; driven by the lane's thread, `shutdown` by any."""
 
-    def __init__(self, waker: Waker, *, stall: float) -> None:
+    def __init__(self, waker: Waker, *, stall: float, roll: Roll | None = None) -> None:
         self._waker = waker
+        self._roll = roll
+        self._laggards = None if roll is None else Laggards(roll)
         self._stall = stall
         self._beat = stall / 3
         self._said = time.monotonic()
@@ -79,20 +85,39 @@ class Readers:
             PeerLost: One that had come went away again.
         """
         deadline = time.monotonic() + self._stall
-        while len(self.readers) < count:
+        while self._lacks(count):
             links = [*self._pending, *(reader.link for reader in self.readers)]
             until = min(deadline, self._said + self._beat)
+            if self._laggards is not None:
+                until = min(until, time.monotonic() + self._laggards.tick)
             ready, connected = wait_ready(links, self._waker, deadline=until, listener=listener)
             if connected:
                 self._accept(listener)
             for link in ready:
                 if link in self._pending:
-                    self._introduce(link, judge, greet, full=len(self.readers) >= count)
+                    self._introduce(link, judge, greet, full=not self._lacks(count))
             self._hear(ready)
             if not ready and time.monotonic() >= deadline:
-                raise self._nobody(count)
+                self._give_up_on_missing(count)
+            if self._laggards is not None:
+                self._laggards.note_missing([reader.name for reader in self.readers])
             self.keep_alive()
         self._drop_pending()
+
+    def _lacks(self, count: int) -> bool:
+        if self._roll is None:
+            return len(self.readers) < count
+        self._strike_those_out()
+        return bool(self._roll.missing([reader.name for reader in self.readers]))
+
+    def _give_up_on_missing(self, count: int) -> None:
+        error = self._nobody(count)
+        if self._roll is None:
+            raise error
+        for name in self._roll.missing([reader.name for reader in self.readers]):
+            error.replica = name
+            if not self._roll.lose(name, error):
+                raise error
 
     def _accept(self, listener: Listener) -> None:
         try:
@@ -122,6 +147,8 @@ class Readers:
                 reason = judge(hello)
                 if reason is None and any(r.name == hello.reader for r in self.readers):
                     reason = f"reader {hello.reader!r} is connected already"
+                if reason is None and self._roll is not None and self._roll.is_out(hello.reader):
+                    reason = f"this round goes on without {hello.reader!r}"
                 if reason is None and full:
                     reason = "all readers of this round are connected"
             else:
@@ -137,8 +164,12 @@ class Readers:
             self._discard(link)
             return
         self._pending.remove(link)
-        self.readers.append(Reader(link, hello.reader))
-        greet(link, hello)
+        reader = Reader(link, hello.reader)
+        self.readers.append(reader)
+        try:
+            greet(link, hello)
+        except PeerLost as error:
+            self._lose(reader, error)
 
     def _nobody(self, count: int) -> PhaseTimeout:
         names = ", ".join(reader.name for reader in self.readers) or "nobody"
@@ -176,12 +207,11 @@ class Readers:
             reader.owes = reader.owes or now
         while any(reader.complete is None for reader in self.readers):
             self._wait([reader for reader in self.readers if reader.complete is None])
-        for reader in self.readers:
+        for reader in tuple(self.readers):
             said = reader.complete
             if said is None or (said.chunks, said.digest) != (done.chunks, done.digest):
-                raise DigestMismatch(
-                    f"{reader.name} ended with {said}, the trainer with {done}", replica=reader.name
-                )
+                text = f"{reader.name} ended with {said}, the trainer with {done}"
+                self._lose(reader, DigestMismatch(text, replica=reader.name))
 
     def keep_alive(self) -> None:
         """Let readers know that the trainer is at work, if it has been silent for long."""
@@ -192,14 +222,42 @@ class Readers:
         deadlines = {r: max(r.heard, r.owes or r.heard) + self._stall for r in behind}
         first = min(behind, key=deadlines.__getitem__)
         self.keep_alive()
-        if not self._poll(min(deadlines[first], self._said + self._beat)) and (
-            time.monotonic() >= deadlines[first]
-        ):
-            raise PhaseTimeout(
+        until, laggards = min(deadlines[first], self._said + self._beat), self._laggards
+        began = time.monotonic()
+        if laggards is not None:
+            until = min(until, began + laggards.tick)
+        happened = self._poll(until)
+        if not happened and time.monotonic() >= deadlines[first]:
+            text = (
                 f"{first.name} made no progress for {self._stall} s "
-                f"({first.acked} of {self._announced} chunks acknowledged)",
-                replica=first.name,
+                f"({first.acked} of {self._announced} chunks acknowledged)"
             )
+            self._lose(first, PhaseTimeout(text, replica=first.name))
+        if laggards is not None:
+            self._strike_those_out()
+            for reader, slow in laggards.judge(behind, self.readers, time.monotonic() - began):
+                self._strike(reader, slow)
+
+    def _lose(self, reader: Reader, error: Exception) -> None:
+        """Go on without a reader, where that is allowed; else raise `error`."""
+        if reader not in self.readers:
+            return
+        if self._roll is None or not self._roll.lose(reader.name, error):
+            raise error
+        self._strike(reader, error)
+
+    def _strike(self, reader: Reader, why: Exception) -> None:
+        self._try_post(reader.link, wire.failed(why))
+        reader.link.close()
+        if reader in self.readers:
+            self.readers.remove(reader)
+
+    def _strike_those_out(self) -> None:
+        roll = self._roll
+        if roll is not None:
+            for reader in [reader for reader in self.readers if roll.is_out(reader.name)]:
+                text = f"this round goes on without {reader.name}"
+                self._strike(reader, PeerLost(text, replica=reader.name))
 
     def _poll(self, deadline: float) -> bool:
         links = [reader.link for reader in self.readers if reader.complete is None]
@@ -208,13 +266,19 @@ class Readers:
         return bool(ready)
 
     def _hear(self, ready: list[Link]) -> None:
-        for reader in self.readers:
+        for reader in tuple(self.readers):
             if reader.link in ready:
-                while reader.complete is None:
-                    frame = reader.link.recv_nowait()
-                    if frame is None:
-                        break
-                    self._take(reader, wire.decode_to_sender(frame[0], peer=reader.name))
+                try:
+                    self._read(reader)
+                except (PeerLost, Validation) as error:
+                    self._lose(reader, error)
+
+    def _read(self, reader: Reader) -> None:
+        while reader.complete is None:
+            frame = reader.link.recv_nowait()
+            if frame is None:
+                break
+            self._take(reader, wire.decode_to_sender(frame[0], peer=reader.name))
 
     def _take(self, reader: Reader, message: wire.ToSender) -> None:
         reader.heard = time.monotonic()
@@ -233,13 +297,13 @@ class Readers:
     def post(self, payload: bytes) -> None:
         """Send all readers a message; does not wait."""
         self._said = time.monotonic()
-        for reader in self.readers:
+        for reader in tuple(self.readers):
             if reader.complete is None:
                 try:
                     reader.link.post(payload)
-                except PeerLost:
+                except PeerLost as error:
                     self._hear([reader.link])  # why it left is often still in the socket
-                    raise
+                    self._lose(reader, error)
 
     def _try_post(self, link: Link, payload: bytes) -> None:
         try:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transports.planning import Plan
     from transports.segments import Segment
     from transports.sharing import SharedStorage
+    from transports.stream import Roll
 
 
 @final
@@ -40,6 +41,7 @@ class ShmSender:
     Attributes:
         address, token: What a `ShmReceiver` needs. The token is a secret.
         progress: Bytes so far, for other threads to read.
+        roll: See `transports.stream.PerReader`.
     """
 
     takes_parameters = True
@@ -72,6 +74,7 @@ class ShmSender:
             raise Validation(f"digest {digest!r} is not one of {', '.join(available())}")
         self.token = secrets.token_hex(16)
         self.progress = Progress()
+        self.roll: Roll | None = None
         self._memory = SenderMemory(slot_nbytes=buffer_nbytes, buffers=buffers if packed else None)
         self._kind = digest
         self._shared = tuple(shared)
@@ -126,7 +129,7 @@ class ShmSender:
             self._waker.check()
             self._memory.prepare(plan, check=self._waker.check)
             self._round, self._nbytes = round, sum(plan.sizes)
-            self._readers = Readers(self._waker, stall=stall)
+            self._readers = Readers(self._waker, stall=stall, roll=self.roll)
             queue = CopyQueue(self._waker, self.progress, digest=self._kind)
             self._writer = ChunkWriter(self._memory, self._readers, queue)
             greet = partial(self._memory.greet, plan=plan, digest=self._kind)
@@ -203,6 +206,10 @@ class ShmSender:
         readers = self._readers
         if readers is not None:
             readers.shutdown()
+
+    def nudge(self) -> None:
+        """See `transports.stream.PerReader.nudge`."""
+        self._waker.nudge()
 
     def close(self) -> None:
         """Drop this round's connections and a pending `abort`; the next `open` works.

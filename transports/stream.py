@@ -58,6 +58,40 @@ def targets_of(
     return list(map(destination, indices)) if many is None else many(indices)
 
 
+class Roll(Protocol):
+    """Which readers a round still counts on, where it may go on without some of them."""
+
+    patience: float
+    """How long, as a share of their own time, the others may be held up by a slow reader."""
+    floor: float
+    """Seconds that a slow reader gets in any case."""
+
+    def pace(self) -> int:
+        """How many readers have to be through before those behind them count as slow."""
+
+    def lose(self, reader: str, error: Exception) -> bool:
+        """Strike `reader`; False: the round cannot go on without it. On the lane."""
+
+    def is_out(self, reader: str) -> bool:
+        """Whether `reader` was struck, here or elsewhere."""
+
+    def missing(self, present: Sequence[str]) -> list[str]:
+        """The readers that are counted on beside those that are `present`."""
+
+
+class PerReader(Protocol):
+    """A sender whose readers do not depend on each other.
+
+    Attributes:
+        roll: Set before `Sender.open`; None: every reader is needed.
+    """
+
+    roll: Roll | None
+
+    def nudge(self) -> None:
+        """The roll was changed: look at it. From any thread."""
+
+
 class Sender(Protocol):
     """The trainer's half.
 

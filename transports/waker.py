@@ -24,10 +24,11 @@ _LONGEST_POLL = 3600.0
 class Waker:
     """Ends every wait it takes part in, from any thread, until it is reset."""
 
-    __slots__ = ("_read_fd", "_write_fd", "woken")
+    __slots__ = ("_nudged", "_read_fd", "_write_fd", "woken")
 
     def __init__(self) -> None:
         self.woken = False
+        self._nudged = False
         if hasattr(os, "eventfd"):
             self._read_fd = self._write_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         else:
@@ -44,6 +45,14 @@ class Waker:
     def wake(self) -> None:
         """Make every present and future wait raise `TransportAborted`."""
         self.woken = True
+        self._write()
+
+    def nudge(self) -> None:
+        """End the present wait without an error: its caller looks at the world again."""
+        self._write()
+        self._nudged = True  # after the write: whoever sees it finds something to drain
+
+    def _write(self) -> None:
         try:
             os.write(self._write_fd, (1).to_bytes(8, "little"))
         except (BlockingIOError, OSError):
@@ -52,6 +61,10 @@ class Waker:
     def reset(self) -> None:
         """Let waits wait again."""
         self.woken = False
+        self._drain()
+
+    def _drain(self) -> None:
+        self._nudged = False
         try:
             while os.read(self._read_fd, 4096):
                 pass
@@ -61,6 +74,10 @@ class Waker:
     def check(self) -> None:
         if self.woken:
             raise TransportAborted("told to stop")
+        if self._nudged:
+            self._drain()
+            if self.woken:  # meanwhile: what was drained was its sign
+                raise TransportAborted("told to stop")
 
     def close(self) -> None:
         fds = {self._read_fd, self._write_fd} - {-1}

@@ -24,7 +24,7 @@ from aiosync.engines.streamed import (
     StreamedWorkerEngine,
     StreamUpdateInfo,
 )
-from aiosync.errors import Validation
+from aiosync.members import ranks_before
 from transports.addresses import advertised
 from transports.gloo_group import GlooGroup
 from transports.gloo_stream import GlooReceiver, GlooSender
@@ -127,7 +127,7 @@ class GlooTrainerWeightTransferEngine(StreamedTrainerEngine[GlooTrainerInitInfo]
         async with own_lane(self._lane_factory, f"{self.name}-host") as lane:
             self._host = host = await lane.run(self._open_host, discard=StoreHost.close)
         self._prefix = host.new_prefix()
-        names = ["trainer", *(link.name for link in self.links)]
+        names = ["trainer", *(name for link in self.links for name in _names_of(link))]
         self._group = GlooGroup(
             Meeting(host.host, host.port, self._prefix, rank=0, size=len(names), names=names)
         )
@@ -143,14 +143,6 @@ class GlooTrainerWeightTransferEngine(StreamedTrainerEngine[GlooTrainerInitInfo]
         if group is not None:
             await _join(group, self._join_s, self._lane_factory, self.name)
 
-    def check_peers(self) -> None:
-        super().check_peers()
-        for link in self.links:
-            size = 1 if link.peer is None else link.peer.world_size
-            if size != 1:
-                message = f"backend gloo takes one rank a replica, this one has {size}"
-                raise Validation(message, replica=link.name, phase="init")
-
     def open_sender(self) -> Sender:
         assert self._group is not None  # `host_rendezvous` came first
         return GlooSender(self._group, digest=self.digest)
@@ -164,13 +156,13 @@ class GlooTrainerWeightTransferEngine(StreamedTrainerEngine[GlooTrainerInitInfo]
         return {
             "master_address": self._host.host,
             "master_port": self._host.port,
-            "world_size": 1 + len(self.links),
+            "world_size": 1 + sum(link.world_size for link in self.links),
             "prefix": self._prefix,
             "join_s": self._join_s + LATER_S,
         }
 
     def member_payload(self, link: MemberLink) -> dict[str, Any]:
-        return {"rank_offset": 1 + self.links.index(link), "reader": link.name}
+        return {"rank_offset": 1 + ranks_before(link, self.links), "reader": link.name}
 
     def dispose(self) -> None:
         super().dispose()
@@ -229,3 +221,10 @@ async def _join(group: GlooGroup, seconds: float, lane_factory: LaneFactory, nam
         group.join(timeout=limit)
 
     await join(enter, group.abort, seconds, lane_factory=lane_factory, name=name)
+
+
+def _names_of(link: MemberLink) -> list[str]:
+    """What errors call the ranks behind a server."""
+    if link.world_size == 1:
+        return [link.name]
+    return [f"{link.name}/{rank}" for rank in range(link.world_size)]

@@ -112,6 +112,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
 
     init_info_cls = IPCTrainerInitInfo
     backend_name = "ipc"
+    per_member = True
 
     def __init__(
         self,
@@ -156,6 +157,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         self._on_gpus = check_devices(self.links)
 
     async def host_rendezvous(self) -> None:
+        self.per_member = not self._on_gpus
         if not self._on_gpus:
             return
         if self._memory is None:
@@ -165,6 +167,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         elif not self._is_stock:
             offered = all(link.peer and WSUM64 in link.peer.digests for link in self.links)
             self.digest = WSUM64 if offered else None
+        self.per_member = not self._on_gpus  # there all readers are waited for
 
     def _find_memory(self) -> DeviceMemory | None:
         if self._device is None and not self._is_stock and not torch.cuda.is_available():

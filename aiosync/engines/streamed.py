@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, cast
 
 import msgspec
 
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiosync.feed import SourceFeed
+    from aiosync.members import MemberLink
     from aiosync.memory_plan import PlanSummary
     from aiosync.metadata import ParamMeta
     from aiosync.round import Round
     from aiosync.sinks import Sink
     from statemachines.hub import TransitionHub
     from transports.planning import Plan
-    from transports.stream import Receiver, Sender, StreamSummary
+    from transports.stream import PerReader, Receiver, Sender, StreamSummary
 
 Init = TypeVar("Init")
 
@@ -154,32 +155,42 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
 
     def count_readers(self, round: Round) -> int:
         """Worker ranks that take this round's bytes."""
-        return sum(link.world_size for link in round.links)
+        return sum(link.world_size for link in round.present)
 
     def before_transmit(self, sender: Sender, feed: SourceFeed) -> None:
         """Last preparation of a round; on the source lane, may block."""
 
+    def check_peer(self, link: MemberLink) -> None:
+        peer = link.peer
+        if not link.speaks_ours or peer is None:
+            raise ProtocolMismatch(
+                f"backend {self.backend_name} needs aiosync workers; the peer is not one",
+                replica=link.name,
+                phase="init",
+                next_step="serve the model with an aiosync worker, or use another backend",
+            )
+        theirs = peer.detail.get("backend")
+        if theirs != self.backend_name:
+            raise ProtocolMismatch(
+                f"the worker's backend is {theirs!r}, the trainer's is {self.backend_name!r}",
+                replica=link.name,
+                phase="init",
+            )
+
     def check_peers(self) -> None:
-        offered: set[str] = set(available_digests())
+        super().check_peers()
+        offered = set(available_digests())
         for link in self.links:
-            peer = link.peer
-            if not link.speaks_ours or peer is None:
-                raise ProtocolMismatch(
-                    f"backend {self.backend_name} needs aiosync workers; the peer is not one",
-                    replica=link.name,
-                    phase="init",
-                    next_step="serve the model with an aiosync worker, or use another backend",
-                )
-            theirs = peer.detail.get("backend")
-            if theirs != self.backend_name:
-                raise ProtocolMismatch(
-                    f"the worker's backend is {theirs!r}, the trainer's is {self.backend_name!r}",
-                    replica=link.name,
-                    phase="init",
-                )
-            offered &= set(peer.digests)
+            offered &= set(link.peer.digests if link.peer is not None else ())
         # Best first; without a common one (or with verify="counts") completeness is checked.
         self.digest = next((kind for kind in available_digests() if kind in offered), None)
+
+    def fits(self, link: MemberLink) -> bool:
+        return self.digest is None or (link.peer is not None and self.digest in link.peer.digests)
+
+    def nudge(self) -> None:
+        if self.per_member and self.sender is not None:
+            cast("PerReader", self.sender).nudge()
 
     def get_worker_init_payload(self) -> dict[str, Any]:
         if self.sender is None:
@@ -196,7 +207,7 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         feed, plan = round.validated()
         digest = feed.wire_digest
         # Lists travel once per worker and metadata; afterwards the digest names them.
-        known = all(self._announced.get(link.name) == digest for link in round.links)
+        known = all(self._announced.get(link.name) == digest for link in round.present)
         names, dtype_names, shapes = ([], [], []) if known else to_wire(feed.metadata)
         return {
             "names": names,
@@ -214,6 +225,9 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         sender = self.sender
         assert sender is not None  # made by init
         self._bytes_before = sender.progress.nbytes
+        attendance = round.attendance
+        if self.per_member:
+            cast("PerReader", sender).roll = attendance if attendance.tolerant else None
         summary = await stream_out(
             SourcePass(feed, self.ranks, sender, linger=round.budget.cleanup / 4),
             sender,
@@ -225,7 +239,7 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
             lane=self.source_lane,
             prepare=partial(self.before_transmit, sender, feed),
         )
-        for link in round.links:
+        for link in round.present:
             self._announced[link.name] = feed.wire_digest
         return summary
 

@@ -65,6 +65,23 @@ class Peer:
         server = await self._worker.enter_async_context(aiosync.serve(engine, **where))
         return {"url": server.url}
 
+    async def open_many(self, *, nbytes: int, count: int) -> dict[str, Any]:
+        """As many small workers, each behind a server of its own."""
+        await self.close()
+        urls = []
+        for number in range(count):
+            _, model = layouts.build("one", nbytes, 1, trains=False)
+            engine = aiosync.WeightTransferEngineFactory.create_engine(
+                aiosync.WeightTransferConfig("ipc"),
+                None,
+                torch.device("cpu"),
+                model,
+                name=f"worker-{number}",
+            )
+            await self._worker.enter_async_context(engine)
+            urls.append((await self._worker.enter_async_context(aiosync.serve(engine))).url)
+        return {"urls": urls}
+
     async def close(self) -> dict[str, Any]:
         await self._worker.aclose()
         self._worker = AsyncExitStack()

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ import aiohttp
 
 HERE = Path(__file__).parent
 _ZYGOTE: list[Any] = []
+_ASKING = threading.Lock()
 
 
 class Program:
@@ -135,6 +137,11 @@ async def program(script: str, *args: str) -> AsyncIterator[Program]:
 
 
 def _fork(script: str, args: list[str], stdin: int, stdout: int) -> int:
+    with _ASKING:  # one zygote, and its answers come in the order of the questions
+        return _ask_zygote(script, args, stdin, stdout)
+
+
+def _ask_zygote(script: str, args: list[str], stdin: int, stdout: int) -> int:
     if not _ZYGOTE:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

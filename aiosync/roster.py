@@ -1,0 +1,103 @@
+"""A fleet's members as engines, rounds and probes know them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from aiosync.attendance import Attendance
+from aiosync.concurrency import first_line
+from aiosync.errors import Validation
+from aiosync.member import MemberStanding
+from aiosync.member_table import MemberState, MemberTrigger
+from aiosync.policies import All
+from aiosync.version_watch import VersionWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from aiosync.member import Member
+    from aiosync.members import MemberLink
+    from aiosync.policies import Policy
+    from statemachines.hub import TransitionHub
+
+
+@final
+class Roster:
+    """Who belongs to a fleet, and what a round may do without.
+
+    Attributes:
+        standings: The members by name, in the order in which they came.
+        versions: What rounds that count have committed.
+        driving: Rounds under way: meanwhile members may be newer than the fleet.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        hub: TransitionHub,
+        *,
+        policy: Policy,
+        patience: float,
+        retry_without_lost: bool,
+    ) -> None:
+        self.policy = policy
+        self.patience = patience
+        self.retry_without_lost = retry_without_lost
+        self.standings = {member.name: MemberStanding(member, hub) for member in members}
+        self.versions = VersionWatch("fleet")
+        self.driving = 0
+        self._hub = hub
+
+    @property
+    def tolerant(self) -> bool:
+        """Whether a round may go on without some members."""
+        return not isinstance(self.policy, All)
+
+    def add(self, member: Member) -> None:
+        """See `FleetClient.add`."""
+        known = self.standings.get(member.name)
+        if known is not None and known.state is not MemberState.LOST:
+            raise Validation(f"there is a member {member.name!r} already ({known.state.value})")
+        if known is not None:
+            known.fire(MemberTrigger.LEAVE)
+        self.standings[member.name] = MemberStanding(member, self._hub)
+
+    def remove(self, name: str) -> Member:
+        """See `FleetClient.remove`."""
+        if name not in self.standings:
+            raise Validation(f"no member {name!r}; there are {', '.join(self.standings)}")
+        if len(self.standings) == 1:
+            raise Validation(f"{name!r} is the last member: close the engine instead")
+        standing = self.standings.pop(name)
+        standing.fire(MemberTrigger.LEAVE)
+        return standing.member
+
+    def attendance(self, links: Sequence[MemberLink]) -> Attendance:
+        """The members of a new round."""
+        return Attendance(links, self.policy, patience=self.patience)
+
+    def wanted(self) -> list[MemberStanding]:
+        """Who is to take part in a round: all but the lost, where it may go on without them."""
+        found = list(self.standings.values())
+        if self.tolerant or self.retry_without_lost:
+            there = [each for each in found if each.state is not MemberState.LOST]
+            return there or found  # if all are lost, as far as anybody knows: try them
+        return found
+
+    def lost(self) -> list[str]:
+        """Names of the members that do not answer."""
+        return [name for name, each in self.standings.items() if each.state is MemberState.LOST]
+
+    def leave_out(self, failed: Mapping[str, Exception], *, answered: Collection[str] = ()) -> None:
+        """These could not be brought into the round: lost, until they answer again.
+
+        Args:
+            answered: Those that answered, and failed nevertheless: they are not tried again before
+                they have been away or are another process, so that a round is not held up twice.
+        """
+        for name, error in failed.items():
+            standing = self.standings.get(name)
+            if standing is not None:
+                text = f"{type(error).__name__}: {first_line(error)}"
+                standing.fire(MemberTrigger.LOSE, error=text)
+                standing.barred = name in answered
