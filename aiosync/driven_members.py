@@ -303,4 +303,4 @@ def _members(links: Sequence[MemberLink]) -> set[str]:
 
 def _member_of(link: MemberLink) -> str:
     """A member may be several servers."""
-    return str(getattr(link, "member", None) or link.name)
+    return link.member

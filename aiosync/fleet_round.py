@@ -19,6 +19,7 @@ from aiosync.budget import check_seconds
 from aiosync.concurrency import Supervisor, collapse, first_line, run_to_end
 from aiosync.defaults import DEFAULTS
 from aiosync.driven_members import DrivenMembers
+from aiosync.driven_settling import settle
 from aiosync.errors import AiosyncError, RoundCancelled, Validation
 from aiosync.members import MemberLink, fan_out, links_of, opened
 from aiosync.messages import PROTOCOL, RoundHeader
@@ -29,7 +30,6 @@ from aiosync.ticket import RoundTicket, ticket_of
 from aiosync.version import Version, next_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
     from aiosync.fleet import FleetClient
@@ -75,7 +75,8 @@ class FleetRound:
         self._opaque = opaque
         self._owner = owner_name()
         found = list(fleets) if isinstance(fleets, Sequence) else [fleets]
-        groups = [(links_of(fleet), _needed(fleet)) for fleet in found]
+        self._rosters = [fleet.roster for fleet in found]
+        groups = [(links_of(fleet), fleet.policy.needed) for fleet in found]
         self._members = DrivenMembers(groups)
         self._links = self._members.links
         names = [link.name for link in self._links]
@@ -115,6 +116,8 @@ class FleetRound:
             await self._members.end("the round could not be announced")
             await self._close()
             raise
+        for roster in self._rosters:
+            roster.driving += 1  # meanwhile members may be newer than the fleet
         self._tasks.start(self._drive(), name=f"fleet-round-{self._ticket.round}")
         return self
 
@@ -215,6 +218,9 @@ class FleetRound:
 
     def _finish(self, cause: BaseException | None) -> None:
         members = self._members
+        for roster in self._rosters:
+            settle(roster, members, self.ticket)
+            roster.driving -= 1
         self._spent["total"] = self.elapsed
         self.report = Report(
             outcome="committed" if cause is None else members.outcome,
@@ -243,9 +249,3 @@ class FleetRound:
     async def _close(self) -> None:
         await self._tasks.aclose(seconds=DEFAULTS.cleanup_s)
         await self._opened.__aexit__(None, None, None)
-
-
-def _needed(fleet: FleetClient) -> Callable[[int], int]:
-    """How many of so many members must commit: all, where the policy is only a word."""
-    needed: Callable[[int], int] | None = getattr(fleet.policy, "needed", None)
-    return needed or (lambda members: members)

@@ -109,17 +109,24 @@ class RayVLLMWeightSyncClient(KnowsFormerNames):
 
 
 def RayMember(  # noqa: N802 - reads as the kind of member that it makes
-    name: str, handle: Any, timeout: float = DEFAULTS.rpc_s, *, requests: bool = True
+    name: str, handles: Any, timeout: float = DEFAULTS.rpc_s, *, requests: bool = True
 ) -> Member:
     """A Ray actor as a member of a fleet, beside members that are reached otherwise.
 
     Args:
         name: Shown in reports and errors; unique in a fleet.
-        handle: The actor's handle.
+        handles: The actor's handle, or a list of them where one replica is several actors: they
+            commit together or not at all.
         timeout, requests: As for `RayVLLMWeightSyncClient`.
     """
     limit = check_seconds(timeout, "timeout")
-    return Member(name, _client_of(handle, name, limit, requests=requests))
+    if not isinstance(handles, Sequence):
+        return Member(name, _client_of(handles, name, limit, requests=requests))
+    servers = [
+        _client_of(handle, f"{name}#{index}", limit, requests=requests)
+        for index, handle in enumerate(handles)
+    ]
+    return Member(name, servers=servers)
 
 
 def _name_of(handle: Any) -> str:

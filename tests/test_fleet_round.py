@@ -98,6 +98,8 @@ async def test_nobody_commits_before_everybody_has_the_round():
             await first
             await second
         assert rnd.report is report
+        assert fleet.version == report.version
+        assert fleet.routable() == fleet.members
         assert (report.outcome, report.version.label) == ("committed", 3)
         assert [(m.name, m.outcome) for m in report.members] == [
             ("m0", "committed"),
@@ -106,6 +108,23 @@ async def test_nobody_commits_before_everybody_has_the_round():
         assert [by_hand.values(each.model) for each in (one, two)] == [{3.0}] * 2
         with pytest.raises(Refused, match="it is committed"):
             await one.start_weight_update(header=header(one, rnd.ticket))
+
+
+async def test_a_quorum_is_enough_and_the_rest_is_left_behind():
+    async with hand_fleet() as (both, (one, two)):
+        fleet = FleetClient(both.members, policy="quorum(1)")
+        async with fleet.round(version=1, timeout=20) as rnd:
+            two.errors["update"] = OSError("no memory")
+            with pytest.raises(OSError, match="no memory"):
+                await receive(two, rnd.ticket, 1.0)
+            await receive(one, rnd.ticket, 1.0)
+        assert rnd.report.outcome == "committed"
+        assert {m.name: m.outcome for m in rnd.report.members} == {
+            "m0": "committed",
+            "m1": "failed",
+        }
+        assert [member.name for member in fleet.routable()] == ["m0"]
+        assert fleet.states["m1"] == "stale"
 
 
 async def test_one_round_over_several_fleets_commits_on_all_of_them_or_on_none():

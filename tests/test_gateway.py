@@ -184,8 +184,7 @@ async def test_a_member_that_fails_is_named_in_the_record():
 
 async def test_policies_that_a_gateway_cannot_keep_are_refused():
     async with by_hand.by_hand() as engine:
-        fleet = FleetClient([Member("m", DirectClient(engine))])
-        fleet.policy = "quorum(1)"
+        fleet = FleetClient([Member("m", DirectClient(engine))], policy="quorum(1)")
         with pytest.raises(Validation, match="policy is quorum"):
             FleetGateway(fleet)
 
