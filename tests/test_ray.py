@@ -135,6 +135,19 @@ async def test_engines_in_actors_take_rounds_and_cancelled_ones_leave_them_whole
 
 
 @pytest.mark.asyncio
+async def test_one_replica_may_be_several_actors(cluster):
+    one, two = await engines(cluster, "left", "right")
+    trained = models.make("small", 9)
+    async with aiosync.connect(trained, workers=[RayMember("pair", [one, two])]) as sync:
+        report = await sync.send_weights(version=1, budget=BUDGET)
+    assert [(m.name, m.outcome) for m in report.members] == [("pair", "committed")]
+    for handle in (one, two):
+        facts = await handle.facts.remote()
+        assert (facts["prints"], facts["version"]) == (models.fingerprint(trained), 1)
+    await end(one, two)
+
+
+@pytest.mark.asyncio
 async def test_a_driver_hands_its_ticket_to_a_trainer_in_an_actor(cluster):
     async with replica(name="worker", seed=3) as worker:
         (inside,) = await engines(cluster, "inside")
