@@ -24,8 +24,8 @@ from aiosync.targets import (
     further_names,
     model_tensors,
     writable,
-    write,
 )
+from aiosync.writing import write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -7,7 +7,7 @@ from typing import final
 import torch
 
 from aiosync.module_walk import DEVICE
-from aiosync.targets import note_written, write
+from aiosync.writing import note_written, write
 from transports.address_copy import AddressCopy
 from transports.copy_team import copy_together
 from transports.cuda import mark_current, poll

@@ -12,7 +12,8 @@ from aiosync.metadata import meta_nbytes
 from aiosync.same_copies import SameCopies
 from aiosync.sink_base import Sink
 from aiosync.spare import Arena, needed_memory
-from aiosync.targets import Writes, model_tensors, note_written, write
+from aiosync.targets import Writes, model_tensors
+from aiosync.writing import note_written, write
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
