@@ -139,7 +139,7 @@ async def test_an_answer_that_is_held_past_the_deadline_ends_the_round(route):
 
 
 async def test_a_link_that_is_gone_is_not_asked_for_ever():
-    async with linked() as (sync, link, worker, source, usual):
+    async with linked() as (sync, link, worker, source, _):
         link.resets = 1.0
         began = time.monotonic()
         with pytest.raises(PeerLost):

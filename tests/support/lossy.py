@@ -28,7 +28,7 @@ class Lossy:
         self.calls: list[str] = []
         self.plans: dict[str, list[str]] = {}
         """By route, what happens to its next calls: ``reset`` (never delivered), ``lost``
-        (delivered, its answer is not), ``twice`` (delivered two times), ``held`` (answered never)."""
+        (delivered, its answer is not), ``twice`` (delivered so), ``held`` (never answered)."""
         self._random = random.Random(seed)
         self._tasks: set[asyncio.Task[None]] = set()
 
