@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -132,6 +134,19 @@ def test_a_store_that_is_closed_on_the_way_to_it_is_not_waited_for(monkeypatch):
         meeting.connect(deadline=soon(30))
     assert time.monotonic() - began < 15
     meeting.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library's resolver settings")
+def test_a_name_server_that_does_not_answer_delays_little():
+    # torch asks it what the store's address is called. In a process of its own: torch learns.
+    script = Path(__file__).parent / "support" / "mute_name_server.py"
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    took, questions, unchanged = done.stdout.split()
+    assert float(took) < 4.5  # the C library itself waits for five seconds, twice
+    assert int(questions) <= 1
+    assert unchanged == "True"
 
 
 @pytest.mark.fault("A-RDZV-1")

@@ -29,6 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch lis
 from statemachines.errors import AiosyncError, Validation
 from transports.addresses import bare_host, numeric, resolve
 from transports.errors import PeerLost, PhaseTimeout, TransportAborted
+from transports.name_servers import hurried_lookups
 from transports.open_sockets import SETUP, connected, shut
 from transports.store_host import StoreHost
 from transports.waker import Waker, milliseconds_until
@@ -280,13 +281,14 @@ class Meeting:
             limit = timedelta(seconds=min(seconds, max(0.01, deadline - time.monotonic())))
             seconds = min(2 * seconds, longest)  # one that is far away needs longer
             try:
-                store = TCPStore(
-                    *remote,
-                    self.size if self._is_counted else None,
-                    is_master=False,
-                    wait_for_workers=self._is_counted,
-                    timeout=limit,
-                )
+                with hurried_lookups():
+                    store = TCPStore(
+                        *remote,
+                        self.size if self._is_counted else None,
+                        is_master=False,
+                        wait_for_workers=self._is_counted,
+                        timeout=limit,
+                    )
             except RuntimeError:
                 self._waker.check()
                 if time.monotonic() >= deadline:

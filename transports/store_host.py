@@ -12,6 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch lis
 
 from statemachines.errors import Validation
 from transports.addresses import bare_host, numeric, resolve
+from transports.name_servers import hurried_lookups
 
 _SERVER_TIMEOUT = timedelta(seconds=60)  # of the server's own first connection, to itself
 
@@ -52,14 +53,15 @@ class StoreHost:
 
     def _open(self) -> TCPStore:
         listening = self._socket.dup()
-        return TCPStore(
-            self.host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=_SERVER_TIMEOUT,
-            master_listen_fd=listening.detach(),  # the store closes it
-        )
+        with hurried_lookups():
+            return TCPStore(
+                self.host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=_SERVER_TIMEOUT,
+                master_listen_fd=listening.detach(),  # the store closes it
+            )
 
     def new_prefix(self) -> str:
         """Key space of the next meeting: never used before, and not to be guessed."""
