@@ -109,14 +109,15 @@ def rank_errors(errors: Sequence[BaseException]) -> BaseException:
 
     What a peer reported outranks what this side concluded; among equals the first one wins.
     """
-    best = min(errors, key=lambda error: (_distance_from_cause(error), errors.index(error)))
+    best = min(errors, key=lambda error: (distance_from_cause(error), errors.index(error)))
     for other in errors:
         if other is not best:
             best.add_note(f"also: {type(other).__name__}: {first_line(other)}")
     return best
 
 
-def _distance_from_cause(error: BaseException) -> int:
+def distance_from_cause(error: BaseException) -> int:
+    """How little it says about why a round failed: of several, the lowest is the one to raise."""
     if not isinstance(error, AiosyncError):
         # An exception of the user's own code (a source, a loader) is the cause by itself.
         return 0 if isinstance(error, Exception) else 1

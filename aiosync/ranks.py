@@ -22,7 +22,7 @@ import anyio
 import msgspec
 
 from aiosync.agreement import Holding
-from aiosync.concurrency import first_line
+from aiosync.concurrency import distance_from_cause, first_line
 from aiosync.errors import PeerLost, RoundCancelled, Validation
 from aiosync.messages import ErrorInfo, error_info, to_error
 from aiosync.report import Report
@@ -84,6 +84,7 @@ class TrainerRanks:
         self.parted = False
         """Whether the ranks left this round together, or cannot meet any more."""
         self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)  # a reason has come up
         self._broken = False
         self.deadline = math.inf
         """Of `time.monotonic`; a meeting does not wait longer. Set by the round."""
@@ -149,10 +150,27 @@ class TrainerRanks:
         await lane.run(self.regather, limit, abort=self.abort, grace=grace)
 
     def stop(self, reason: BaseException | None = None) -> None:
-        """Have the next meeting end the round; the first reason counts."""
-        with self._lock:
-            if self._reason is None:
+        """Have the next meeting end the round; of several reasons the nearest to the cause counts.
+
+        Args:
+            reason: None: this rank was cancelled, unless there is another reason already.
+        """
+        with self._news:
+            known = self._reason
+            if known is None:
                 self._reason = reason or RoundCancelled(f"rank {self.rank} was cancelled")
+            elif reason is not None:
+                self._reason = min(known, reason, key=distance_from_cause)
+            self._news.notify_all()
+
+    def stop_if_unexplained(self, symptom: BaseException, *, seconds: float) -> None:
+        """`stop`, for a broken connection, whose cause is often told elsewhere a moment later.
+
+        Blocks until then, at most `seconds`: all ranks are to learn the cause.
+        """
+        self.stop(symptom)
+        with self._news:
+            self._news.wait_for(lambda: self._reason is not symptom, seconds)
 
     def meet(self, mine: Word | str, *, deadline: float | None = None) -> list[Word]:
         """Agree to go on.

@@ -279,10 +279,16 @@ class Round:
         async def control() -> None:
             if payload is None:
                 return  # the data leg makes these calls as it goes
-            async with anyio.create_task_group() as group:
-                group.start_soon(watch_stall, self)
-                await self._all("update_weights", payload)
-                group.cancel_scope.cancel()
+            try:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(watch_stall, self)
+                    await self._all("update_weights", payload)
+                    group.cancel_scope.cancel()
+            except Exception as error:  # noqa: BLE001  raised again, out of its group
+                cause = collapse(error)
+                if self.engine.ranks.size > 1:
+                    self.engine.ranks.stop(cause)  # for the other ranks to raise, too
+                raise cause from cause.__cause__
 
         async def data() -> None:
             self._is_sending = True

@@ -26,12 +26,24 @@ if TYPE_CHECKING:
 
 @final
 class SourcePass:
-    """Iterates `feed` and hands each batch to `sender`, where this rank has one."""
+    """Iterates `feed` and hands each batch to `sender`, where this rank has one.
 
-    def __init__(self, feed: SourceFeed, ranks: TrainerRanks, sender: Sender | None) -> None:
+    Args:
+        linger: How long the cause of a failed send may take to become known (`TrainerRanks`).
+    """
+
+    def __init__(
+        self,
+        feed: SourceFeed,
+        ranks: TrainerRanks,
+        sender: Sender | None,
+        *,
+        linger: float = 0.0,
+    ) -> None:
         self._feed = feed
         self._ranks = ranks
         self._sender = sender
+        self._linger = linger
         self._counts = feed.group_counts()
         self._failed = False
 
@@ -99,4 +111,4 @@ class SourcePass:
             self._failed = True
             if self._ranks.size == 1:
                 raise
-            self._ranks.stop(error)
+            self._ranks.stop_if_unexplained(error, seconds=self._linger)

@@ -123,6 +123,28 @@ async def test_no_token_reaches_a_log_at_any_level(caplog):
     assert "request " in caplog.text  # it did look at something
 
 
+async def test_without_the_token_no_route_does_anything():
+    token = new_token()
+    async with by_hand() as engine:
+        service = WeightUpdateService(engine, token=token)
+        seen = []
+        engine.on_transition(seen.append)
+        for sent in (None, "Bearer", f"Bearer {new_token()}", f"Bearer {token[:-1]}",
+                     f"Bearer {token}x", f"Basic {token}", token):  # fmt: skip
+            headers = {} if sent is None else {"Authorization": sent}
+            for path in service.paths:
+                if path != "/health":
+                    method = service._routes[path].verb
+                    answer = await service.dispatch(method, path, {}, headers, b"{}")
+                    assert answer.status == 401, (path, sent)
+                    assert token not in answer.body.decode()
+        assert not seen
+        assert not await engine.is_paused()
+        headers = {"Authorization": f"Bearer {token}"}
+        answer = await service.dispatch("GET", "/ready", {}, headers, b"")
+        assert answer.status == 200
+
+
 async def test_request_ids_tie_an_answer_to_what_was_logged(caplog):
     caplog.set_level(logging.DEBUG, "aiosync.service")
     async with by_hand() as engine:

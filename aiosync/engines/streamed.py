@@ -215,7 +215,7 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         assert sender is not None  # made by init
         self._bytes_before = sender.progress.nbytes
         summary = await stream_out(
-            SourcePass(feed, self.ranks, sender),
+            SourcePass(feed, self.ranks, sender, linger=round.budget.cleanup / 4),
             sender,
             plan=plan,
             readers=self.count_readers(round),
