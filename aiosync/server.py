@@ -117,16 +117,17 @@ async def serve(
     secret = await load_token(token, token_file)
     _check_where(host, port, path, advertise, has_token=secret is not None, insecure=insecure)
     service = WeightUpdateService(engine, token=secret, name=name, world_size=world_size)
+    # The only generator here: a loop that ends with the block not left closes all generators at
+    # once, and those within this one too early.
     async with AsyncExitStack() as stack:
         tls = await _tls(certfile, keyfile, is_tcp=is_tcp)
         if is_tcp:
             scheme = "http" if tls is None else "https"
             place = _LOCAL if host is None else host
-            listening = _listening_tcp(place, port or 0, advertise, scheme)
+            sock, url = await _listen_tcp(stack, place, port or 0, advertise, scheme)
         else:
-            listening = _listening_unix(path)
-        sock, url = await stack.enter_async_context(listening)
-        await stack.enter_async_context(_accepting(service, sock, tls))
+            sock, url = await _listen_unix(stack, path)
+        await _accept(stack, service, sock, tls)
         yield Server(url, service)
 
 
@@ -161,41 +162,32 @@ def _check_where(
     logger.warning("listening on %s without a token: anybody may replace the weights", host)
 
 
-@asynccontextmanager
-async def _listening_tcp(
-    host: str, port: int, advertise: str | None, scheme: str
-) -> AsyncIterator[tuple[socket.socket, str]]:
-    sock = await _beside(bind_tcp, host, port)
-    with sock:
-        # The address one binds to reach everybody is nobody's address.
-        shown = advertise or (socket.gethostname() if host in _ANY else host.strip("[]"))
-        bracketed = f"[{shown}]" if ":" in shown else shown
-        yield sock, f"{scheme}://{bracketed}:{sock.getsockname()[1]}"
+async def _listen_tcp(
+    stack: AsyncExitStack, host: str, port: int, advertise: str | None, scheme: str
+) -> tuple[socket.socket, str]:
+    sock = stack.enter_context(await _beside(bind_tcp, host, port))
+    # The address one binds to reach everybody is nobody's address.
+    shown = advertise or (socket.gethostname() if host in _ANY else host.strip("[]"))
+    bracketed = f"[{shown}]" if ":" in shown else shown
+    return sock, f"{scheme}://{bracketed}:{sock.getsockname()[1]}"
 
 
-@asynccontextmanager
-async def _listening_unix(
-    path: str | Path | None,
-) -> AsyncIterator[tuple[socket.socket, str]]:
-    folder = None
+async def _listen_unix(stack: AsyncExitStack, path: str | Path | None) -> tuple[socket.socket, str]:
     if path is None:
         folder = await _beside(tempfile.mkdtemp, "", "aiosync-")
+        stack.push_async_callback(_removed, functools.partial(shutil.rmtree, folder, True))
         path = f"{folder}/control.sock"
-    try:
-        where = await _beside(_absolute, path)
-        sock = await _beside(bind_unix, where)
-        with sock:
-            made = await _beside(identity, where)
-            try:
-                yield sock, f"unix://{where}"
-            finally:
-                # Shielded: a socket file left behind would look like a server.
-                with anyio.move_on_after(DEFAULTS.cleanup_s, shield=True):
-                    await _beside(remove_unix, where, made)
-    finally:
-        if folder is not None:
-            with anyio.move_on_after(DEFAULTS.cleanup_s, shield=True):  # as above
-                await _beside(shutil.rmtree, folder, True)
+    where = await _beside(_absolute, path)
+    sock = stack.enter_context(await _beside(bind_unix, where))
+    made = await _beside(identity, where)
+    stack.push_async_callback(_removed, functools.partial(remove_unix, where, made))
+    return sock, f"unix://{where}"
+
+
+async def _removed(remove: Callable[[], object]) -> None:
+    # Shielded: a socket file left behind would look like a server.
+    with anyio.move_on_after(DEFAULTS.cleanup_s, shield=True):
+        await _beside(remove)
 
 
 async def _tls(certfile: Any, keyfile: Any, *, is_tcp: bool) -> ssl.SSLContext | None:
@@ -227,10 +219,12 @@ def _absolute(path: str | Path) -> str:
     return str(Path(path).absolute())
 
 
-@asynccontextmanager
-async def _accepting(
-    service: WeightUpdateService, sock: socket.socket, tls: ssl.SSLContext | None
-) -> AsyncIterator[None]:
+async def _accept(
+    stack: AsyncExitStack,
+    service: WeightUpdateService,
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+) -> None:
     app = web.Application()
     app.add_routes(
         [*routes_of(service), web.route("*", "/{_:.*}", functools.partial(handle, service, None))]
@@ -249,12 +243,18 @@ async def _accepting(
     listen = loop.create_unix_server if sock.family == socket.AF_UNIX else loop.create_server
     listener = await listen(runner.server, sock=sock, ssl=tls)
     keep_from_children(sockets := ServedSockets(sock, runner.server))
-    try:
-        yield
-    finally:
-        # Shielded, and bounded: every step below has a limit of its own.
-        with anyio.move_on_after(_CLOSING_S, shield=True):
-            listener.close()
-            await service.stop()
-            await runner.cleanup()
-        del sockets  # until here
+    stack.push_async_callback(_stop, listener, service, runner, sockets)
+
+
+async def _stop(
+    listener: asyncio.AbstractServer,
+    service: WeightUpdateService,
+    runner: web.AppRunner,
+    sockets: ServedSockets,
+) -> None:
+    # Shielded, and bounded: every step below has a limit of its own.
+    with anyio.move_on_after(_CLOSING_S, shield=True):
+        listener.close()
+        await service.stop()
+        await runner.cleanup()
+    del sockets  # kept until here

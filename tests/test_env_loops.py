@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from interpreters import run
@@ -49,6 +50,32 @@ async def test_one_engine_in_the_hands_of_several_tasks_and_threads():
             "over",
         ]
         assert (await worker.facts())["state"] == "idle"  # every engine said good-bye
+
+
+async def test_a_loop_that_ends_inside_the_block_of_serve_ends_the_server(tmp_path):
+    (tmp_path / "kept.py").write_text(
+        "import asyncio, sys, torch\n"
+        "import aiosync\n"
+        "kept = []\n"
+        "async def main(**options):\n"
+        "    asyncio.get_running_loop().slow_callback_duration = 60\n"
+        "    config = aiosync.WeightTransferConfig('ipc')\n"
+        "    model = torch.nn.Linear(3, 2)\n"
+        "    factory = aiosync.WeightTransferEngineFactory\n"
+        "    async with factory.create_engine(config, model=model) as engine:\n"
+        "        kept.append(aiosync.serve(engine, **options))\n"
+        "        server = await kept[-1].__aenter__()\n"
+        "        await aiosync.HTTPVLLMWeightSyncClient(server.url).ready()\n"
+        "        print(server.url)\n"
+        "asyncio.run(main())\n"
+        "asyncio.run(main(port=0))\n"
+    )
+    lines, err, code = await run(str(tmp_path / "kept.py"))
+    assert (err, code) == ("", 0)
+    assert len(lines) == 2
+    where = Path(lines[0].removeprefix("unix://"))
+    assert where.name == "control.sock"
+    assert not where.parent.exists()
 
 
 async def test_the_interpreter_of_these_programs_complains(tmp_path):
