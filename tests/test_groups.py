@@ -73,6 +73,23 @@ async def test_a_killed_rank_is_noticed_by_all_others(size):
     assert statuses == [0] * (size - 1) + [-9]
 
 
+def test_of_several_lost_or_silent_ranks_the_first_is_named_and_all_are_listed(monkeypatch):
+    names = ("trainer", "one", "two", "three")
+    where = ("127.0.0.1", 1, "p")
+    for gone in ([1, 3], [2], [-1, 1, 2], [-1], []):
+        group = GlooGroup(Meeting(*where, rank=0, size=4, names=names))
+        known = [rank for rank in gone if rank >= 0]
+        monkeypatch.setattr(group, "lost", lambda gone=gone: gone)
+        monkeypatch.setattr(group._signs, "silent", lambda known=known: known)
+        for error in (group._failure(None), group._stalled(1.5)):
+            assert error.rank == (known[0] if known else None)
+            assert error.replica == (names[known[0]] if known else None)
+            listed = [names[rank] for rank in known]
+            assert error.detail.get("replicas", []) == listed
+            assert (", ".join(listed) or "a rank of the group") in error.message
+        group.close()
+
+
 @pytest.mark.asyncio
 @SIZES
 async def test_a_stopped_rank_costs_the_timeout_and_can_come_back(size):

@@ -235,13 +235,11 @@ class GlooGroup:
             if "timeout" not in str(error).lower() or self._aborted:
                 raise
             # A rank that told its address to the others has left a key of gloo's own.
-            ranks = [rank for rank in range(self.size) if not store.check([f"0/{rank}"])]
-            names = ", ".join(self.names[rank] for rank in ranks) or "a rank"
+            names, facts = self._about(
+                [rank for rank in range(self.size) if not store.check([f"0/{rank}"])]
+            )
             raise PhaseTimeout(
-                f"{names} came, but did not connect in time",
-                replica=self.names[ranks[0]] if len(ranks) == 1 else None,
-                rank=ranks[0] if len(ranks) == 1 else None,
-                phase="init",
+                f"{names} came, but did not connect in time", phase="init", **facts
             ) from error
         finally:
             del store  # a traceback may keep this frame, and it a connection
@@ -293,25 +291,23 @@ class GlooGroup:
         if self._aborted:
             return TransportAborted("the group was aborted")
         self._end()
-        known = [self.names[rank] for rank in lost if rank != _UNKNOWN]
-        names = ", ".join(known) or "a rank of the group"
         reason = "" if error is None or lost else f": {str(error)[:200]}"
-        return PeerLost(
-            f"{names} left the group{reason}",
-            replica=known[0] if len(known) == 1 else None,
-            rank=lost[-1] if len(known) == 1 else None,
-        )
+        names, facts = self._about([rank for rank in lost if rank != _UNKNOWN])
+        return PeerLost(f"{names} left the group{reason}", **facts)
 
     def _stalled(self, seconds: float) -> PhaseTimeout:
         """Names those who give no sign; the group ends."""
-        stuck = [0] if self.rank else self._signs.silent()
+        names, facts = self._about([0] if self.rank else self._signs.silent())
         self._end()
-        names = ", ".join(self.names[rank] for rank in stuck) or "a rank of the group"
-        return PhaseTimeout(
-            f"no byte moved for {seconds:g} s; waiting for {names}",
-            replica=self.names[stuck[0]] if len(stuck) == 1 else None,
-            rank=stuck[0] if len(stuck) == 1 else None,
-        )
+        return PhaseTimeout(f"no byte moved for {seconds:g} s; waiting for {names}", **facts)
+
+    def _about(self, ranks: Sequence[int]) -> tuple[str, dict[str, Any]]:
+        """Names for an error's text, and its fields: they name the first of several."""
+        if not ranks:
+            return "a rank of the group", {}
+        names = [self.names[rank] for rank in ranks]
+        facts = {"replica": names[0], "rank": ranks[0], "detail": {"replicas": names}}
+        return ", ".join(names), facts
 
     def _end(self) -> None:
         if not self._ended:

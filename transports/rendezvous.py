@@ -348,12 +348,11 @@ class Meeting:
 
     def _absent(self, stage: str, missing: Sequence[int]) -> PhaseTimeout:
         names = ", ".join(f"{self.names[rank]} (rank {rank})" for rank in missing)
-        only = missing[0] if len(missing) == 1 else None
         return PhaseTimeout(
             f"{stage}: still waiting for {names}",
-            replica=None if only is None else self.names[only],
-            rank=only,
-            detail={"missing": list(missing)},
+            replica=self.names[missing[0]],
+            rank=missing[0],
+            detail={"replicas": [self.names[rank] for rank in missing]},
         )
 
     def _key(self, stage: str, rank: int) -> str:
