@@ -20,6 +20,8 @@ per round, owned by the engine, that lives from ``start`` until the round's end.
 * Whatever ends the session, `on_end` runs exactly once, synchronously, in the session's last
   step: the engine flips its state and settles the weights there. Nothing is awaited between the
   verdict and the flip, so no cancellation can fall between them.
+* An exception that has been raised to its callers is not kept, only what it said: through its
+  traceback it holds the session, and a transport's sockets and threads, until a garbage collection.
 
 Rejected: doing the work in the handlers (a client that disconnects kills a commit; no one owns
 the lease), a thread per round (cannot be cancelled), ``asyncio.shield`` (detaches, does not wait).
@@ -45,11 +47,12 @@ if TYPE_CHECKING:
 
 @final
 class _Job:
-    __slots__ = ("done", "error", "fn", "result")
+    __slots__ = ("callers", "done", "error", "fn", "result")
 
     def __init__(self, fn: Callable[[], Awaitable[Any]]) -> None:
         self.fn = fn
         self.done = anyio.Event()
+        self.callers = 0
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -156,9 +159,18 @@ class Session:
                 self._named[key] = job
             self._waiting.append(job)
             self._wake.set()
-        await job.done.wait()
-        if job.error is not None:
-            raise job.error
+        job.callers += 1
+        try:
+            await job.done.wait()
+            error = job.error
+        finally:
+            job.callers -= 1
+            self._let_go(job)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # of a frame that its own traceback holds
         return job.result
 
     def was_asked(self, *keys: str) -> bool:
@@ -234,10 +246,19 @@ class Session:
         finally:
             self._over.set()
             waiting, self._waiting = self._waiting, []
+            if error is not None:
+                self.error = self._ended()
+            self._reason = None
             for job in waiting:
                 if job.error is None or not isinstance(job.error, Exception):
                     job.error = self._ended()
                 job.done.set()
+                self._let_go(job)
+            del error
+
+    def _let_go(self, job: _Job) -> None:
+        if job.error is not None and job.callers == 0 and job.done.is_set():
+            job.error = self._ended()
 
     def _ended(self) -> BaseException:
         cause = self.error
@@ -247,6 +268,7 @@ class Session:
             # A fresh object: one exception raised in several tasks would share its traceback.
             return cause.kind(
                 cause.message,
+                replica=cause.replica,
                 phase=cause.phase,
                 tensor=cause.tensor,
                 rank=cause.rank,

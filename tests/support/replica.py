@@ -30,7 +30,10 @@ async def main() -> None:
     parser.add_argument("--name", default="replica")
     parser.add_argument("--marker")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--uncollected", help="no garbage collection, so that cycles stay")
     options = parser.parse_args()
+    if options.uncollected:
+        gc.disable()
     torch.set_num_threads(1)
     model = models.make(options.kind, options.seed, options.device)
     config = aiosync.WeightTransferConfig(
@@ -50,7 +53,8 @@ async def main() -> None:
         version = engine.version.label if engine.version else None
         facts: dict[str, Any] = {"prints": prints, "version": version}
         facts |= {"state": engine.state.value, "weights": engine.weights.value}
-        gc.collect()  # what only a cycle keeps is no leak
+        if not options.uncollected:
+            gc.collect()  # what only a cycle keeps is no leak
         facts["tasks"] = len(asyncio.all_tasks())
         return web.json_response(facts)
 
