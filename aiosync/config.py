@@ -55,20 +55,31 @@ class WeightTransferConfig:
     marker: str | Path | None = None
 
     def __post_init__(self) -> None:
-        backend: object = self.backend  # a config may come from JSON
-        if not isinstance(backend, str) or not backend:
-            raise Validation(f"backend must be a non-empty string, not {backend!r}")
-        by_name = isinstance(self.sink, str)
-        if self.sink not in SINKS if by_name else not _makes_sinks(self.sink):
-            raise Validation(
-                f"sink must be one of {', '.join(SINKS)}, a Sink or a factory, not {self.sink!r}"
-            )
-        if self.marker is not None and not by_name:
-            raise Validation("give the marker to the sink itself: config.sink is not a mode")
-        if self.verify not in VERIFY:
-            raise Validation(f"verify must be one of {', '.join(VERIFY)}, not {self.verify!r}")
-        if self.lease_s is not None:
-            check_seconds(self.lease_s, "lease_s")
+        check_worker_config(self)
+
+
+def check_worker_config(config: Any) -> None:
+    """Refuse a config that no engine can work with; any object with a `backend` may be one.
+
+    Raises:
+        Validation: Names the field.
+    """
+    backend = getattr(config, "backend", None)
+    if not isinstance(backend, str) or not backend:
+        raise Validation(f"backend must be a non-empty string, not {backend!r}")
+    sink, verify = getattr(config, "sink", "staged"), getattr(config, "verify", "digest")
+    by_name = isinstance(sink, str)
+    if sink not in SINKS if by_name else not _makes_sinks(sink):
+        raise Validation(
+            f"sink must be one of {', '.join(SINKS)}, a Sink or a factory, not {sink!r}"
+        )
+    if getattr(config, "marker", None) is not None and not by_name:
+        raise Validation("give the marker to the sink itself: config.sink is not a mode")
+    if verify not in VERIFY:
+        raise Validation(f"verify must be one of {', '.join(VERIFY)}, not {verify!r}")
+    lease_s = getattr(config, "lease_s", None)
+    if lease_s is not None:
+        check_seconds(lease_s, "lease_s")
 
 
 def _makes_sinks(value: object) -> bool:
@@ -114,6 +125,16 @@ def check_identity(rank: object, lineage: object, hub: object) -> None:
         raise Validation(f"lineage must be a non-empty string or None, not {lineage!r}")
     if hub is not None and not isinstance(hub, TransitionHub):
         raise Validation(f"hub must be a TransitionHub or None, not {hub!r}")
+
+
+def check_factory(name: str, value: object) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        Validation: Names the argument.
+    """
+    if not callable(value):
+        raise Validation(f"{name} must be callable, not {value!r}")
 
 
 class WeightTransferInitInfo:

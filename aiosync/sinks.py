@@ -245,6 +245,20 @@ def build_sink(
     return made
 
 
+def check_model(config: Any, model: Any) -> None:
+    """Refuse, before the first round, a model that none of our sinks can fill.
+
+    Raises:
+        Validation: It is no model, or it holds something that is no tensor.
+    """
+    is_ours = isinstance(getattr(config, "sink", "staged"), str)
+    if is_ours and not callable(getattr(model, "load_weights", None)):
+        try:
+            model_tensors(model)
+        except TypeError as error:
+            raise Validation(f"model: {error}") from error
+
+
 def sink_name(config: Any) -> str:
     """What ``config.sink`` is called in replies."""
     given = getattr(config, "sink", "staged")

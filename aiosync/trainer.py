@@ -14,7 +14,7 @@ from aiosync.admission import Admission
 from aiosync.budget import check_seconds
 from aiosync.concurrency import Supervisor, run_to_end, to_its_end
 from aiosync.config import TrainerInit as Init
-from aiosync.config import check_identity
+from aiosync.config import check_factory, check_identity
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
 from aiosync.gathering import gathered
@@ -98,6 +98,7 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
         if recover not in ("auto", "manual"):
             raise Validation(f"recover must be 'auto' or 'manual', not {recover!r}")
         check_identity(rank, lineage, hub)
+        check_factory("lane_factory", lane_factory)
         self.source: Any = None if source is None else as_source(source)
         self.is_sender = is_sender
         self.rank = rank

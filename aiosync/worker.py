@@ -14,14 +14,14 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias
 
 from aiosync.concurrency import to_its_end
-from aiosync.config import Update
+from aiosync.config import Update, check_factory, check_worker_config
 from aiosync.config import WorkerInit as Init
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
 from aiosync.generation import GenerationGate
 from aiosync.infos import parse_info
 from aiosync.overrides import call_step, step, wrap_steps
-from aiosync.sinks import build_sink, first_weights, sink_name
+from aiosync.sinks import build_sink, check_model, first_weights, sink_name
 from aiosync.watchable import Watchable
 from aiosync.weight_targets import MODEL
 from aiosync.worker_controls import Controls
@@ -115,6 +115,11 @@ class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Upda
         lane_factory: LaneFactory = Lane,
         generation: GenerationGate | None = None,
     ) -> None:
+        if config is not None:  # an engine of one's own may do without
+            check_worker_config(config)
+        check_factory("lane_factory", lane_factory)
+        if self.uses_sink and model is not None:
+            check_model(config, model)
         self.config = config
         self.vllm_config = vllm_config
         self.parallel_config = getattr(vllm_config, "parallel_config", None)

@@ -49,6 +49,9 @@ class StateMachine:
         hub: TransitionHub | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        given: object = name  # a config's, perhaps
+        if not isinstance(given, str) or not given:
+            raise Validation(f"name must be a non-empty string, not {given!r}")
         self.table = table
         self.name = name
         self.role = role

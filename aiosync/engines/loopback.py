@@ -77,6 +77,9 @@ class LoopbackTrainerWeightTransferEngine(StreamedTrainerEngine[LoopbackTrainerI
         **options: Any,
     ) -> None:
         check_count("buffer_size_bytes", buffer_size_bytes, *BUFFER_LIMITS)
+        given: object = link
+        if not isinstance(given, LoopbackLink):
+            raise Validation(f"link must be a LoopbackLink, not {given!r}")
         super().__init__(client=client, source=source, **options)
         self.link = link
         self.buffer_nbytes = buffer_size_bytes
