@@ -10,33 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from aiosync import errors as errors
-from aiosync.errors import AiosyncError as AiosyncError
-from aiosync.errors import Busy as Busy
-from aiosync.errors import Coverage as Coverage
-from aiosync.errors import DigestMismatch as DigestMismatch
-from aiosync.errors import Fenced as Fenced
-from aiosync.errors import GateRejected as GateRejected
-from aiosync.errors import GenerationAborted as GenerationAborted
-from aiosync.errors import InvalidTransition as InvalidTransition
-from aiosync.errors import LanePoisoned as LanePoisoned
-from aiosync.errors import LocalError as LocalError
-from aiosync.errors import OutcomeUnknown as OutcomeUnknown
-from aiosync.errors import OutOfSharedMemory as OutOfSharedMemory
-from aiosync.errors import Paused as Paused
-from aiosync.errors import PeerLost as PeerLost
-from aiosync.errors import PhaseTimeout as PhaseTimeout
-from aiosync.errors import ProtocolMismatch as ProtocolMismatch
-from aiosync.errors import ReentrantTransition as ReentrantTransition
-from aiosync.errors import Refused as Refused
-from aiosync.errors import RemoteError as RemoteError
-from aiosync.errors import RoundCancelled as RoundCancelled
-from aiosync.errors import Torn as Torn
-from aiosync.errors import TransportAborted as TransportAborted
-from aiosync.errors import Unauthorized as Unauthorized
-from aiosync.errors import Validation as Validation
-from aiosync.errors import WrongLoop as WrongLoop
-from aiosync.errors import WrongProcess as WrongProcess
-from aiosync.errors import WrongThread as WrongThread
+from aiosync.errors import *  # noqa: F403  all kinds of error; that module lists them
 
 if TYPE_CHECKING:
     from aiosync.budget import Budget as Budget
@@ -382,7 +356,7 @@ _LAZY = {
 }
 
 __version__ = "0.1.0"
-__all__ = sorted({*_LAZY, *errors.__all__} - {"KINDS"})
+__all__ = sorted({*_LAZY, *errors.__all__})
 
 
 if not TYPE_CHECKING:  # type checkers would accept any name
