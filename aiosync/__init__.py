@@ -10,33 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from aiosync import errors as errors
-from aiosync.errors import AiosyncError as AiosyncError
-from aiosync.errors import Busy as Busy
-from aiosync.errors import Coverage as Coverage
-from aiosync.errors import DigestMismatch as DigestMismatch
-from aiosync.errors import Fenced as Fenced
-from aiosync.errors import GateRejected as GateRejected
-from aiosync.errors import GenerationAborted as GenerationAborted
-from aiosync.errors import InvalidTransition as InvalidTransition
-from aiosync.errors import LanePoisoned as LanePoisoned
-from aiosync.errors import LocalError as LocalError
-from aiosync.errors import OutcomeUnknown as OutcomeUnknown
-from aiosync.errors import OutOfSharedMemory as OutOfSharedMemory
-from aiosync.errors import Paused as Paused
-from aiosync.errors import PeerLost as PeerLost
-from aiosync.errors import PhaseTimeout as PhaseTimeout
-from aiosync.errors import ProtocolMismatch as ProtocolMismatch
-from aiosync.errors import ReentrantTransition as ReentrantTransition
-from aiosync.errors import Refused as Refused
-from aiosync.errors import RemoteError as RemoteError
-from aiosync.errors import RoundCancelled as RoundCancelled
-from aiosync.errors import Torn as Torn
-from aiosync.errors import TransportAborted as TransportAborted
-from aiosync.errors import Unauthorized as Unauthorized
-from aiosync.errors import Validation as Validation
-from aiosync.errors import WrongLoop as WrongLoop
-from aiosync.errors import WrongProcess as WrongProcess
-from aiosync.errors import WrongThread as WrongThread
+from aiosync.errors import *  # noqa: F403  all kinds of error; that module lists them
 
 if TYPE_CHECKING:
     from aiosync.budget import Budget as Budget
@@ -106,6 +80,9 @@ if TYPE_CHECKING:
     from aiosync.generation import GenerationGate as GenerationGate
     from aiosync.generation import GenerationRequest as GenerationRequest
     from aiosync.generation import PauseMode as PauseMode
+    from aiosync.generation_table import Hold as Hold
+    from aiosync.generation_table import Span as Span
+    from aiosync.generation_table import WeightsTag as WeightsTag
     from aiosync.handle import RoundProgress as RoundProgress
     from aiosync.handle import WeightUpdate as WeightUpdate
     from aiosync.iterator_source import IteratorSource as IteratorSource
@@ -195,6 +172,7 @@ _LAZY = {
     "HTTPVLLMWeightSyncClient": "aiosync.client",
     "HookStatistics": "statemachines",
     "HubStatistics": "statemachines",
+    "Hold": "aiosync.generation_table",
     "IPCTrainerInitInfo": "aiosync.engines.ipc",
     "IPCTrainerWeightTransferEngine": "aiosync.engines.ipc",
     "IPCWeightTransferEngine": "aiosync.engines.ipc",
@@ -251,6 +229,7 @@ _LAZY = {
     "Shard": "aiosync.metadata",
     "SharedStorage": "transports.sharing",
     "Sink": "aiosync.sinks",
+    "Span": "aiosync.generation_table",
     "StagedSink": "aiosync.sinks",
     "SupportsDraft": "aiosync.client",
     "SupportsPause": "aiosync.client",
@@ -277,6 +256,7 @@ _LAZY = {
     "WeightTransferTrainerFactory": "aiosync.factory",
     "WeightTransferUpdateInfo": "aiosync.config",
     "WeightTransferUpdateRequest": "aiosync.config",
+    "WeightsTag": "aiosync.generation_table",
     "WeightUpdate": "aiosync.handle",
     "WeightUpdateService": "aiosync.server",
     "Weights": "statemachines.tables",
@@ -292,7 +272,7 @@ _LAZY = {
 }
 
 __version__ = "0.1.0"
-__all__ = sorted({*_LAZY, *errors.__all__} - {"KINDS"})
+__all__ = sorted({*_LAZY, *errors.__all__})
 
 
 if not TYPE_CHECKING:  # type checkers would accept any name

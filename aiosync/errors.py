@@ -26,7 +26,6 @@ from transports.errors import (
 )
 
 __all__ = [
-    "KINDS",
     "AiosyncError",
     "Busy",
     "Coverage",
@@ -142,32 +141,7 @@ class WrongProcess(AiosyncError):
 
 KINDS: dict[str, type[AiosyncError]] = {
     kind.code: kind
-    for kind in (
-        AiosyncError,
-        Busy,
-        Coverage,
-        DigestMismatch,
-        Fenced,
-        GateRejected,
-        GenerationAborted,
-        InvalidTransition,
-        LanePoisoned,
-        OutOfSharedMemory,
-        OutcomeUnknown,
-        Paused,
-        PeerLost,
-        PhaseTimeout,
-        ProtocolMismatch,
-        ReentrantTransition,
-        Refused,
-        RoundCancelled,
-        Torn,
-        TransportAborted,
-        Unauthorized,
-        Validation,
-        WrongLoop,
-        WrongProcess,
-        WrongThread,
-    )
+    for kind in map(globals().__getitem__, __all__)
+    if kind not in (LocalError, RemoteError)  # these are sides of a kind
 }
 """Kind by its wire code."""

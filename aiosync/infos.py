@@ -58,16 +58,3 @@ def _field_names(cls: type) -> tuple[str, ...] | None:
     if issubclass(cls, msgspec.Struct):
         return tuple(cls.__struct_fields__)
     return None
-
-
-def info_to_dict(info: object) -> dict[str, Any]:
-    """The dict that travels; fields that are None are left out."""
-    if isinstance(info, Mapping):
-        return dict(info)
-    if dataclasses.is_dataclass(info) and not isinstance(info, type):
-        pairs = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
-    elif isinstance(info, msgspec.Struct):
-        pairs = msgspec.structs.asdict(info)
-    else:
-        raise Validation(f"an info must be a dict, dataclass or Struct, not {type(info).__name__}")
-    return {name: value for name, value in pairs.items() if value is not None}

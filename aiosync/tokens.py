@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,11 +27,6 @@ def check_token(token: object) -> str:
     if not all("!" <= char <= "~" for char in token):
         raise Validation("the token must be printable ASCII without spaces")
     return token
-
-
-def new_token() -> str:
-    """A fresh random token."""
-    return secrets.token_urlsafe(32)
 
 
 def read_token(path: str | Path) -> str:

@@ -16,6 +16,7 @@ LAYERS = ("aiosync", "transports", "statemachines")
 
 # What only a backend, or a test of one, has in its hands; imported from where it is defined.
 OF_BACKENDS = {
+    "ASGIApp",
     "ClientProxy",
     "Deferred",
     "LaneCalls",
@@ -23,6 +24,7 @@ OF_BACKENDS = {
     "LaneLike",
     "LoopbackLink",
     "MemberLink",
+    "Plan",
     "Rank",
     "Receiver",
     "Round",
@@ -31,6 +33,8 @@ OF_BACKENDS = {
     "Sender",
     "SourceFeed",
     "Step",
+    "StreamSummary",
+    "StreamUpdateInfo",
     "Wire",
 }
 # A type alias of `aiosync.sources` by the name of a class elsewhere.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import ssl
 import subprocess
 
@@ -14,7 +15,6 @@ from by_hand import ByHand, by_hand, tensors
 import aiosync
 from aiosync.defaults import DEFAULTS
 from aiosync.server import WeightUpdateService, serve
-from aiosync.tokens import new_token
 
 pytestmark = pytest.mark.asyncio
 
@@ -26,7 +26,7 @@ def bare_environment(monkeypatch):
 
 
 async def test_outside_loopback_the_environment_may_give_the_token(monkeypatch, tmp_path):
-    token = new_token()
+    token = secrets.token_urlsafe(32)
     async with by_hand() as engine:
         with pytest.raises(aiosync.Validation, match="a token is needed") as caught:
             async with serve(engine, host="0.0.0.0"):
@@ -89,7 +89,7 @@ async def test_tls(certificate, blocking_detector):
 
 async def test_no_token_reaches_a_log_at_any_level(caplog):
     caplog.set_level(logging.DEBUG)
-    right, wrong = new_token(), new_token()
+    right, wrong = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     told = []
     async with by_hand() as engine:
         async with serve(engine, port=0, token=right) as server:
@@ -124,12 +124,12 @@ async def test_no_token_reaches_a_log_at_any_level(caplog):
 
 
 async def test_without_the_token_no_route_does_anything():
-    token = new_token()
+    token = secrets.token_urlsafe(32)
     async with by_hand() as engine:
         service = WeightUpdateService(engine, token=token)
         seen = []
         engine.on_transition(seen.append)
-        for sent in (None, "Bearer", f"Bearer {new_token()}", f"Bearer {token[:-1]}",
+        for sent in (None, "Bearer", f"Bearer {secrets.token_urlsafe(32)}", f"Bearer {token[:-1]}",
                      f"Bearer {token}x", f"Basic {token}", token):  # fmt: skip
             headers = {} if sent is None else {"Authorization": sent}
             for path in service.paths:

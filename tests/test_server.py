@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import secrets
 import socket
 import stat
 from contextlib import AsyncExitStack, suppress
@@ -34,7 +35,7 @@ from aiosync.errors import (
 )
 from aiosync.messages import PeerState, RoundHeader
 from aiosync.server import WeightUpdateService, serve
-from aiosync.tokens import is_authorized, is_loopback, new_token
+from aiosync.tokens import is_authorized, is_loopback
 from aiosync.version import Version
 from statemachines.events import Transition
 from statemachines.hub import TransitionHub
@@ -437,7 +438,7 @@ async def test_ready_only_while_the_replica_may_serve():
 @pytest.mark.asyncio
 async def test_a_token_guards_everything_but_health():
     engine = Engine()
-    token = new_token()
+    token = secrets.token_urlsafe(32)
     async with serve(engine, token=token) as server:
         for wrong in (None, token[:-1], token + "x"):
             client = HTTPVLLMWeightSyncClient(server.url, token=wrong)
