@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from looped import BUDGET, change, looped
 from models import fingerprint
+from processes import program, replica
 
 import aiosync
 from aiosync import Budget, Pause, PeerLost, PhaseTimeout, Refused, State, Validation
@@ -465,3 +466,19 @@ async def test_options_that_cannot_be_right(options, text):
             made = {name: v() if callable(v) else v for name, v in options.items()}
             await pair.trainer.send_weights(**made)
         assert pair.calls == before
+
+
+async def test_the_pause_of_a_trainer_that_was_killed_ends_with_its_lease():
+    async with replica(seed=2) as worker:
+        client = aiosync.HTTPVLLMWeightSyncClient(worker.url)
+        run = ("trainer.py", worker.url, "--hold", "2", "--lease", "2.0", "--pause")
+        async with program(*run) as trainer, asyncio.timeout(40):
+            assert [await trainer.stdout.readline() for _ in range(2)] == [
+                b"connected\n",
+                b"holding\n",
+            ]
+            assert await client.is_paused()
+            await trainer.kill()
+            while await client.is_paused():
+                await asyncio.sleep(0.05)
+        assert (await worker.facts())["weights"] == "intact"

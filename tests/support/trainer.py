@@ -24,6 +24,7 @@ async def main() -> None:
     parser.add_argument("--version", type=int, default=1)
     parser.add_argument("--lease", type=float)
     parser.add_argument("--kind", default="small")
+    parser.add_argument("--pause", action="store_true")
     options = parser.parse_args()
     hold = Hold(options.hold)
     source = Paced(models.make(options.kind, 7), hold)
@@ -32,7 +33,8 @@ async def main() -> None:
             source, workers=[options.url], packed_buffer_size_bytes=4096, lease_s=options.lease
         ) as sync:
             say("connected")
-            update = sync.begin_update(version=options.version)
+            pause = aiosync.Pause() if options.pause else None
+            update = sync.begin_update(version=options.version, pause=pause)
             if options.hold >= 0:
                 while not hold.reached.is_set():
                     await asyncio.sleep(0.005)
