@@ -33,7 +33,7 @@ async def test_one_engine_in_the_hands_of_several_tasks_and_threads():
             "committed",
             "closed",
             "-- closed_while_awaited",
-            "RoundCancelled RoundCancelled Busy closed",
+            "RoundCancelled RoundCancelled RoundCancelled closed",
             "-- in_a_task_group",
             "committed committed",
             "sibling failed True failed",

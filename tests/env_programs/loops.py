@@ -47,8 +47,9 @@ class Story:
         assert report is not None
         facts = msgspec.to_builtins(report)
         facts["seconds"] = sorted(facts["seconds"])
+        del facts["pause_seconds"]
         for member in facts["members"]:
-            del member["seconds"]
+            del member["seconds"], member["pause_seconds"]
         if report.outcome != "committed":
             del facts["nbytes"]  # how far it got
         self.told.append(facts)
