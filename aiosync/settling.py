@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from aiosync.errors import AiosyncError, PeerLost, PhaseTimeout
 from aiosync.fleet_health import confirm_lost, is_refused
 from aiosync.member_table import MemberState, MemberTrigger
+from aiosync.weight_targets import MODEL
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ def _settle(round: Round, error: BaseException | None) -> None:
     for link in links:
         outcomes.setdefault(link.member, []).append(link)
     began = round.number > 0  # else what the links say is of an earlier round
-    if not began and error is None:
-        return  # a ticket's round was answered from the record
+    if round.target != MODEL or (not began and error is None):
+        return  # a draft or an adapter; or a ticket's round, answered from the record
     committed = {name for name, own in outcomes.items() if began and _all_committed(own)}
     if error is None or committed:
         fleet.versions.set(round.version)
