@@ -10,6 +10,7 @@ from aiosync.concurrency import run_to_end
 from aiosync.errors import Validation
 from aiosync.feed import SourceFeed
 from aiosync.iterator_source import IteratorSource
+from aiosync.lane_slot import LaneSlot
 from aiosync.push import PushSource
 from aiosync.sources import ModuleSource
 
@@ -28,8 +29,7 @@ class SourceSide:
         self.source = source
         self._name = name
         self._rank = rank
-        self._lane_factory = lane_factory
-        self._lane: LaneLike | None = None
+        self._lane_slot = LaneSlot(f"{name}-source", lane_factory)
         self._feed: tuple[Any, SourceFeed] | None = None
         self._plan: tuple[SourceFeed, Plan] | None = None
         self.agreed: SourceFeed | None = None
@@ -42,20 +42,13 @@ class SourceSide:
         A source made with ``run_in=`` brings its own, shared with the caller's training step.
         """
         own: LaneLike | None = getattr(self.source, "run_in", None)
-        if own is not None:
-            return own
-        if self._lane is not None and self._lane.poisoned:
-            self._lane.close()
-            self._lane = None
-        if self._lane is None:
-            self._lane = self._lane_factory(f"{self._name}-source")
-        return self._lane
+        return self._lane_slot.lane if own is None else own
 
     @property
     def healthy(self) -> bool:
         """Whether no blocking call is stuck."""
-        lane = getattr(self.source, "run_in", None) or self._lane
-        return lane is None or not lane.poisoned
+        own: LaneLike | None = getattr(self.source, "run_in", None)
+        return not (self._lane_slot if own is None else own).poisoned
 
     async def open_feed(self, *, grace: float) -> SourceFeed:
         """Read the metadata (perhaps a collective) and check it, unless it is the same as before.
@@ -118,5 +111,4 @@ class SourceSide:
 
     def close(self) -> None:
         """Let the thread end once it is idle."""
-        if self._lane is not None:
-            self._lane.close()
+        self._lane_slot.lane.close()  # it stays in the slot: nothing runs any more

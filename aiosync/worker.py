@@ -21,6 +21,7 @@ from aiosync.driven_routes import driven_routes
 from aiosync.errors import Validation
 from aiosync.generation import GenerationGate
 from aiosync.infos import parse_info
+from aiosync.lane_slot import LaneSlot
 from aiosync.overrides import call_step, step, wrap_steps
 from aiosync.sinks import build_sink, check_model, first_weights, sink_name
 from aiosync.watchable import Watchable
@@ -142,7 +143,7 @@ class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Upda
         self.machine = StateMachine(ENGINE, name=self.name, role="worker", hub=hub)
         self.cycle = WorkerCycle(self)
         self._lane_factory = lane_factory
-        self._lane: LaneLike | None = None
+        self._lane_slot = LaneSlot(f"{self.name}-lane", lane_factory)
         self._sinks: dict[int, Sink] = {}
         self.pausing = Pausing(self)
         if self._weights[MODEL.key] is not Weights.INTACT:
@@ -351,17 +352,12 @@ class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Upda
     @property
     def lane(self) -> LaneLike:
         """The thread for this engine's blocking calls; replaced once it is poisoned."""
-        if self._lane is not None and self._lane.poisoned:
-            self._lane.close()
-            self._lane = None
-        if self._lane is None:
-            self._lane = self._lane_factory(f"{self.name}-lane")
-        return self._lane
+        return self._lane_slot.lane
 
     @property
     def lane_poisoned(self) -> bool:
         """Whether a blocking call is stuck for good."""
-        return self._lane is not None and self._lane.poisoned
+        return self._lane_slot.poisoned
 
     async def aclose(self) -> None:
         """End the engine: an open round fails first, then channel and lane go. Idempotent."""
@@ -378,9 +374,7 @@ class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Upda
 
     def close_lane(self) -> None:
         """Let the thread end after its last call."""
-        lane, self._lane = self._lane, None
-        if lane is not None:
-            lane.close()
+        self._lane_slot.close()
 
     def __repr__(self) -> str:
         version = self.version.label if self.version else None

@@ -151,7 +151,8 @@ class Rig:
 
     def lanes(self) -> list[Any]:
         """Every lane that an engine holds now."""
-        held = [self.trainer.source_side._lane, *(worker._lane for worker in self.workers)]
+        sides = [self.trainer.source_side, *self.workers]
+        held = [side._lane_slot._lane for side in sides]
         return [lane for lane in held if lane is not None]
 
     def forget_seen(self) -> None:
