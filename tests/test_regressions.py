@@ -642,3 +642,10 @@ async def test_a_loader_that_blocks_for_good_in_commit_tears_the_weights_in_time
                 assert engine.weights == "torn"
                 assert engine.state == "failed"
             stuck.set()
+
+
+async def test_any_budget_that_is_accepted_is_one_that_a_worker_accepts():
+    longest = Budget(total=1e9, admit=1e9, pause=1e9, stall=1e9, finish=1e9, cleanup=1e9)
+    async with looped() as pair:
+        report = await pair.trainer.send_weights(budget=longest)
+        assert report.outcome == "committed"
