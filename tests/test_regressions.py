@@ -649,3 +649,25 @@ async def test_any_budget_that_is_accepted_is_one_that_a_worker_accepts():
     async with looped() as pair:
         report = await pair.trainer.send_weights(budget=longest)
         assert report.outcome == "committed"
+
+
+async def test_a_workers_step_that_swallows_cancellation_does_not_keep_it_from_closing():
+    over = []
+
+    class Staying(aiosync.LoopbackWeightTransferEngine):
+        async def receive_weights(self, update_info):
+            while not over:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+
+    model = nn.Linear(2, 2)
+    worker = Staying(aiosync.WeightTransferConfig("loopback"), None, None, model, name="w")
+    try:
+        with LoopbackLink() as link:
+            async with worker, trainer_of(DirectClient(worker), model, link) as trainer:
+                with pytest.raises(aiosync.PhaseTimeout):
+                    await trainer.send_weights(budget=Budget(total=5, stall=1))
+        assert worker.state is State.CLOSED
+    finally:
+        over.append(True)
+        await end_those_left_behind()
