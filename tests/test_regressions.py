@@ -671,3 +671,23 @@ async def test_a_workers_step_that_swallows_cancellation_does_not_keep_it_from_c
     finally:
         over.append(True)
         await end_those_left_behind()
+
+
+async def test_a_gate_that_swallows_cancellation_is_late_like_any_other():
+    over = []
+
+    async def stay(_):
+        while not over:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    async with looped() as pair:
+        remove = pair.trainer.gate("start", stay, timeout=1)
+        try:
+            with pytest.raises(aiosync.GateRejected, match="stay before 'start' did not answer"):
+                await pair.trainer.send_weights(budget=BUDGET)
+        finally:
+            over.append(True)
+            await end_those_left_behind()
+        remove()
+        await pair.assert_next_round_works()
