@@ -10,23 +10,28 @@ import msgspec
 
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
+from aiosync.messages import LONGEST_S
+
+_LONGEST_S = min(threading.TIMEOUT_MAX, LONGEST_S)
 
 
 def check_seconds(value: Any, field: str) -> float:
-    """`value` as a positive, finite number of seconds that a thread can wait for.
+    """`value` as a positive, finite number of seconds that a thread can wait for, and a peer takes.
 
     Raises:
         Validation: Names `field`; zero, negative, NaN, infinity, booleans and strings are refused.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Validation(f"{field} must be a number of seconds, not {value!r}")
-    if not math.isfinite(value) or value <= 0:
+    try:
+        seconds = float(value)
+    except OverflowError:  # an int may have any number of digits
+        seconds = math.inf
+    if not math.isfinite(seconds) or seconds <= 0:
         raise Validation(f"{field} must be a positive, finite number of seconds, not {value!r}")
-    if value > threading.TIMEOUT_MAX:
-        raise Validation(
-            f"{field} must be at most {threading.TIMEOUT_MAX:.0f} seconds, not {value!r}"
-        )
-    return float(value)
+    if seconds > _LONGEST_S:
+        raise Validation(f"{field} must be at most {_LONGEST_S:.0f} seconds, not {value!r}")
+    return seconds
 
 
 class Budget(msgspec.Struct, frozen=True):

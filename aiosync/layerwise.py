@@ -195,8 +195,8 @@ class LayerwiseSink(Sink):
                 weights=self.weights,
             )
 
-    def verify(self) -> None:
-        super().verify()
+    def _check_complete(self) -> None:
+        super()._check_complete()
         if self.process is None or self._loader is not None:
             return
         metas = [meta for meta, _ in self._given.values()]

@@ -22,7 +22,8 @@ from aiosync.weight_targets import MODEL, Target
 PROTOCOL = 1
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+LONGEST_S = 1e9
+Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Shape = Annotated[list[Count], Meta(max_length=64)]
 

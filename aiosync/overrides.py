@@ -23,6 +23,7 @@ from typing import (
     overload,
 )
 
+from aiosync.foreign import stoppable
 from aiosync.lane_calls import enter
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ async def call_step(
     token = _INSIDE.set(_INSIDE.get() | {id(owner)})
     try:
         if _is_async(bare):
-            return await bare(*args)
+            work = functools.partial(bare, *args)
+            return await stoppable(work, grace=grace, what=f"{type(owner).__name__}'s async step")
         # The lane has its own context; the copy carries the mark of the running step over.
         context = contextvars.copy_context()
         if calls is not None:

@@ -174,11 +174,23 @@ class Sink(ABC):
             self._landed[index] = True
 
     def verify(self) -> None:
-        """Everything announced has landed, and tied names agree.
+        """Everything announced has landed, tied names agree, and the model is still the same.
 
         Raises:
-            Coverage: Names the first tensor that is missing, or two tied names that differ.
+            Coverage: Names the first tensor that is missing, or two tied names that differ; or
+                tensors of the model were replaced since `begin`: what arrived is not for them.
         """
+        self._check_complete()
+        self._check_model()
+
+    def _check_model(self) -> None:
+        if self._loader is None and not self._matcher.holds(self.model):
+            raise Coverage(
+                "tensors of the model were replaced, renamed or moved during the round",
+                weights=self.weights,
+            )
+
+    def _check_complete(self) -> None:
         self._check_open("verify")
         if not all(self._landed):
             missing = [
@@ -206,7 +218,7 @@ class Sink(ABC):
             Coverage: Something is missing; the model is as `weights` says, the round still open.
             Exception: What the model's loader or `after_load` raised; the weights are torn.
         """
-        self.verify()
+        self._check_complete()  # not all of `verify`: generation waits meanwhile
         try:
             self._apply()
             if self.after_load is not None:

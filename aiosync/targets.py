@@ -210,6 +210,10 @@ class Matcher:
         _, ties, left_out, skipped = self._match
         return Destinations(writes, ties, left_out, skipped)
 
+    def holds(self, model: Any) -> bool:
+        """Whether the model still has the tensors of the last match, where they were."""
+        return self._places is None or self._places.hold(model_tensors(model).tensors)
+
 
 def _common_device(names: Names, tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
     written = list(map(tensors.__getitem__, names.all()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import os
 import sys
@@ -9,16 +11,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aiosync.budget import check_seconds
 from aiosync.errors import InvalidTransition, PhaseTimeout
+from aiosync.foreign import stoppable
 from aiosync.former_names import KnowsFormerNames
+from statemachines.events import callable_name
 from statemachines.tables import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from statemachines import Check, Subscription, Transition, TransitionHub
+    from statemachines import Check, GateContext, Subscription, Transition, TransitionHub
     from statemachines.machine import StateMachine
 
 BUSY = (State.UPDATING, State.FINALIZING)
+_GATE_ENDS_S = 0.25  # what a check has to end in once it is cancelled
 logger = logging.getLogger(__name__)
 
 
@@ -88,7 +93,7 @@ class Watchable(KnowsFormerNames):
         Returning False or raising vetoes (`GateRejected`, state unchanged; a vetoed ``complete``
         ends the round). Returns the gate's remover.
         """
-        return self.machine.gate(trigger, check, timeout=timeout)
+        return self.machine.gate(trigger, _judge(check), timeout=timeout)
 
     async def wait_for(self, *states: State | str, timeout: float | None = None) -> State:
         """Wait until the engine is in one of `states`; checks first.
@@ -123,3 +128,24 @@ class Watchable(KnowsFormerNames):
             phase=what,
             detail=self.standing(),
         )
+
+
+def _judge(check: Any) -> Any:
+    """`check`, which cannot keep its caller by swallowing the cancellation at its timeout."""
+    if not callable(check):
+        return check  # the machine refuses it
+
+    named = check if hasattr(check, "__qualname__") else type(check)
+
+    @functools.wraps(named, updated=())
+    def judge(context: GateContext) -> Any:
+        answer = check(context)
+        if not inspect.isawaitable(answer):
+            return answer
+
+        async def awaited() -> Any:
+            return await answer
+
+        return stoppable(awaited, grace=_GATE_ENDS_S, what=callable_name(check))
+
+    return judge

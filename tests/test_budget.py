@@ -63,3 +63,9 @@ def test_every_default_is_positive_and_finite():
         assert value > 0, name
         assert math.isfinite(value), name
     assert DEFAULTS.heartbeat_s == DEFAULTS.lease_s / 3
+
+
+@pytest.mark.parametrize("seconds", [10**400, 2e9])
+def test_limits_that_no_peer_would_take_are_refused_here(seconds):
+    with pytest.raises(Validation, match=r"budget\.total"):
+        Budget(total=seconds)

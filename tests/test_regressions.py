@@ -642,3 +642,52 @@ async def test_a_loader_that_blocks_for_good_in_commit_tears_the_weights_in_time
                 assert engine.weights == "torn"
                 assert engine.state == "failed"
             stuck.set()
+
+
+async def test_any_budget_that_is_accepted_is_one_that_a_worker_accepts():
+    longest = Budget(total=1e9, admit=1e9, pause=1e9, stall=1e9, finish=1e9, cleanup=1e9)
+    async with looped() as pair:
+        report = await pair.trainer.send_weights(budget=longest)
+        assert report.outcome == "committed"
+
+
+async def test_a_workers_step_that_swallows_cancellation_does_not_keep_it_from_closing():
+    over = []
+
+    class Staying(aiosync.LoopbackWeightTransferEngine):
+        async def receive_weights(self, update_info):
+            while not over:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+
+    model = nn.Linear(2, 2)
+    worker = Staying(aiosync.WeightTransferConfig("loopback"), None, None, model, name="w")
+    try:
+        with LoopbackLink() as link:
+            async with worker, trainer_of(DirectClient(worker), model, link) as trainer:
+                with pytest.raises(aiosync.PhaseTimeout):
+                    await trainer.send_weights(budget=Budget(total=5, stall=1))
+        assert worker.state is State.CLOSED
+    finally:
+        over.append(True)
+        await end_those_left_behind()
+
+
+async def test_a_gate_that_swallows_cancellation_is_late_like_any_other():
+    over = []
+
+    async def stay(_):
+        while not over:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    async with looped() as pair:
+        remove = pair.trainer.gate("start", stay, timeout=1)
+        try:
+            with pytest.raises(aiosync.GateRejected, match="stay before 'start' did not answer"):
+                await pair.trainer.send_weights(budget=BUDGET)
+        finally:
+            over.append(True)
+            await end_those_left_behind()
+        remove()
+        await pair.assert_next_round_works()

@@ -835,3 +835,17 @@ def test_a_sharded_destination_is_refused():
             make_sink(model).begin([ParamMeta("w", F32, (2,))])
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_replaced_during_a_round_are_noticed(mode):
+    net = Net()
+    sink, tensors = make_sink(net, mode), fresh(net)
+    sink.begin(announce(tensors))
+    arrive(sink, tensors)
+    net.layers[0].weight = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(Coverage, match="replaced"):
+        sink.verify()
+    sink.abort()
+    update(sink, tensors)
+    assert same(net.layers[0].weight, tensors["layers.0.weight"])

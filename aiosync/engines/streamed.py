@@ -45,8 +45,9 @@ Init = TypeVar("Init")
 BUFFER_LIMITS = (64, 1 << 46)
 """Smallest and largest size of one chunk."""
 BufferSize = Annotated[int, msgspec.Meta(ge=BUFFER_LIMITS[0], le=BUFFER_LIMITS[1])]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+LONGEST_S = 1e6
 """A limit that a peer asks for; longer than that is no limit."""
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=LONGEST_S)]
 
 
 class StreamUpdateInfo(
@@ -216,7 +217,7 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
             "metadata_digest": digest,
             "plan_digest": plan.digest,
             "aliases": dict(getattr(feed.source, "aliases", None) or {}),
-            "stall_s": round.budget.stall,
+            "stall_s": min(round.budget.stall, LONGEST_S),
             "round": round.number,
         }
 
