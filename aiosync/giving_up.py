@@ -66,10 +66,7 @@ async def abort_members(round: Round, cause: BaseException) -> None:
     reason = f"{type(cause).__name__}: {first_line(cause)}"
 
     async def one(link: MemberLink) -> None:
-        try:
-            await tell_to_abort(round, link, reason)
-        finally:
-            await round.holds.lift(link)
+        await let_go(round, link, reason)
 
     async with anyio.create_task_group() as group:
         for link in round.links:
@@ -84,6 +81,14 @@ def _settle(round: Round, link: MemberLink) -> None:
         link.outcome = "aborted"
     elif link.outcome == "unknown":  # finish had no answer, or none in time
         link.outcome = "committed" if confirms(round, link.peer) else "failed"
+
+
+async def let_go(round: Round, link: MemberLink, reason: str) -> None:
+    """One member gives the round up, and the round what it holds of it."""
+    try:
+        await tell_to_abort(round, link, reason)
+    finally:
+        await round.holds.lift(link)
 
 
 async def tell_to_abort(round: Round, link: MemberLink, reason: str) -> None:

@@ -9,7 +9,7 @@ import anyio
 from aiosync.attendance import Attendance
 from aiosync.concurrency import quietly
 from aiosync.defaults import DEFAULTS
-from aiosync.giving_up import abort_members, tell_to_abort
+from aiosync.giving_up import abort_members, let_go
 from aiosync.member_table import MemberState
 from aiosync.members import MemberLink
 from aiosync.messages import PROTOCOL, RoundHeader
@@ -30,7 +30,7 @@ def convene(round: Round) -> None:
     links = engine.links
     round.attendance = Attendance(links) if fleet is None else fleet.attendance(links)
     round.attendance.nudge = engine.nudge
-    round.attendance.leave = lambda link: tell_to_abort(round, link, "this round goes on without")
+    round.attendance.leave = lambda link: let_go(round, link, "this round goes on without")
 
 
 async def assemble(round: Round) -> None:

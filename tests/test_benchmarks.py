@@ -21,7 +21,7 @@ RESULTS = {
     "metadata": 1,
     "events": 1,
 }
-RESULTS |= {"nccl": 4, "ipc_cuda": 5} if torch.cuda.is_available() else {"nccl": 0, "ipc_cuda": 0}
+RESULTS |= {"ipc_cuda": 5, "nccl": 4} if torch.cuda.is_available() else {"ipc_cuda": 0, "nccl": 0}
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
