@@ -212,6 +212,8 @@ class Matcher:
 
     def holds(self, model: Any) -> bool:
         """Whether the model still has the tensors of the last match, where they were."""
+        if self._glance is not None and self._glance[0].look() is not None:
+            return True
         return self._places is None or self._places.hold(model_tensors(model).tensors)
 
 
