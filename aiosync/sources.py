@@ -370,7 +370,8 @@ class ModuleSource(WeightSource):
 
 
 def as_source(obj: Any) -> SourceLike:
-    """`obj` as a source: a source as it is, a module wrapped in `ModuleSource`.
+    """`obj` as a source: a source as it is, a module in `ModuleSource`, an earlier source (one with
+    ``metadata()`` and ``__iter__``) in `LegacySource`.
 
     Raises:
         TypeError: It is neither, nor has it `metadata` and `iter_full`.
@@ -381,8 +382,12 @@ def as_source(obj: Any) -> SourceLike:
         return ModuleSource(obj)
     metadata = inspect.getattr_static(obj, "metadata", None)  # not read: may be a collective
     is_iterable = callable(getattr(obj, "iter_full", None))
-    if isinstance(metadata, _METHODS) and (is_iterable or hasattr(obj, "__iter__")):
-        raise TypeError(f"{type(obj).__name__}.metadata is a method: wrap it in LegacySource")
+    if isinstance(metadata, _METHODS) and hasattr(obj, "__iter__") and not is_iterable:
+        from aiosync.legacy_source import LegacySource  # made from this module
+
+        return LegacySource(obj)
+    if isinstance(metadata, _METHODS) and is_iterable:
+        raise TypeError(f"{type(obj).__name__}.metadata is a method: make it a property")
     if metadata is not None and is_iterable:
         return obj  # type: ignore[no-any-return] # just checked
     raise TypeError(

@@ -254,10 +254,14 @@ def change_floats(model):
                 parameter.add_(1)
 
 
-def test_as_source_says_to_wrap_it():
-    for cls in (Exporting, type("NoIterFull", (Exporting,), {"metadata": staticmethod(list)})):
-        with pytest.raises(TypeError, match="metadata is a method: wrap it in LegacySource"):
-            as_source(cls(None))
+def test_as_source_knows_an_earlier_source():
+    for cls in (Exporting, type("Static", (Exporting,), {"metadata": staticmethod(list)})):
+        source = as_source(cls(None))
+        assert isinstance(source, LegacySource)
+        assert isinstance(source.obj, cls)
+    both = type("Both", (Exporting,), {"iter_full": lambda _: iter(())})
+    with pytest.raises(TypeError, match=r"Both\.metadata is a method: make it a property"):
+        as_source(both(None))
     wrapped = LegacySource(Exporting(models.make("small", 1)))
     assert as_source(wrapped) is wrapped
     assert not wrapped.implements_iter_local()
