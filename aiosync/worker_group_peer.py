@@ -129,7 +129,7 @@ class Rank:
         try:
             with scope:
                 reply = await self.link.call(method, *args, header=header)
-                self.owes = None
+                self.owes, self._missed = None, 0
                 return reply
         except (PeerLost, PhaseTimeout, ProtocolMismatch) as error:
             if isinstance(error, RemoteError):  # it did answer: its own peer was lost
@@ -138,7 +138,7 @@ class Rank:
                 self._lose_by(error)
             raise error.locate(rank=self.index)  # noqa: B904  the same error, now with its place
         except AiosyncError as error:
-            self.owes = None
+            self.owes, self._missed = None, 0
             raise error.locate(rank=self.index)  # noqa: B904  as above
         finally:
             self._answers += 1
