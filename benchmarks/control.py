@@ -81,7 +81,8 @@ async def _measure(
             return (single - began) / _BATCH * 1e3
 
         await ours(), await raw()
-        kept.clear(), by_round.clear()
+        kept.clear()
+        by_round.clear()
         pairs = await alternate(ours, raw, options.repeat)
         phases = [(await pair.round())[1].seconds for _ in range(options.repeat)]
     return record(

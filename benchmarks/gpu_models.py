@@ -19,6 +19,7 @@ _DTYPE = torch.bfloat16
 def shapes(payload: str, layers: int | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes: Qwen3-8B's 399 tensors, or 18,432 expert matrices of 1024 by 384."""
     count = _LAYERS[payload] if layers is None else layers
+    shape: tuple[int, ...]
     if payload == "moe":
         for layer in range(count):
             for expert in range(_EXPERTS):

@@ -156,7 +156,8 @@ async def _measure(other: Peer, lane: Lane, variant: _Variant, options: Options)
 
         for _ in range(2):
             await ours(), await beside()
-        rounds.clear(), phases.clear()
+        rounds.clear()
+        phases.clear()
         pairs = await alternate(ours, beside, variant.repeat or max(options.repeat, 9))
         for _ in range(10):
             await lag_of(sync.send_weights(), lags)

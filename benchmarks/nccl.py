@@ -155,7 +155,8 @@ async def _measure(other: Peer, raw: Raw, variant: _Variant, options: Options) -
             return nbytes / await raw.seconds(nbytes) / _GB
 
         await ours(), await beside()
-        rounds.clear(), phases.clear()
+        rounds.clear()
+        phases.clear()
         pairs = await alternate(ours, beside, variant.repeat or options.repeat)
         whole = [nbytes / seconds / _GB for seconds in rounds]
         blocked = [nbytes / await raw.seconds(nbytes, synchronizes=True) / _GB for _ in range(3)]
