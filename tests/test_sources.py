@@ -375,7 +375,7 @@ def test_as_source():
         def iter_full(self):
             return iter(())
 
-    with pytest.raises(TypeError, match="LegacySource"):
+    with pytest.raises(TypeError, match=r"Older\.metadata is a method: make it a property"):
         as_source(Older())
     for other in ({}, [("a", torch.ones(1))], object()):
         with pytest.raises(TypeError, match="is no source"):
