@@ -37,7 +37,7 @@ async def test_cancelled_rounds_leave_nothing(backend, rounds):
 
 
 async def test_what_is_left_behind_is_found(monkeypatch):
-    monkeypatch.setitem(leaks.SETTLE_S, "ipc", 0.1)
+    monkeypatch.setitem(leaks.SETTLE_S, "ipc", 3.0)  # an idle connection is kept for one
     left = []
 
     def leave():
