@@ -33,8 +33,14 @@ async def stoppable(fn: Callable[[], Awaitable[T]], *, grace: float, what: str) 
             task group would take the cancellation for its own and drop it.
     """
 
+    stopped: list[BaseException] = []
+
     async def body() -> T:
-        return await fn()
+        try:
+            return await fn()
+        except (SystemExit, KeyboardInterrupt) as error:
+            stopped.append(error)  # out of a task it would stop the event loop
+            raise asyncio.CancelledError from error
 
     task = asyncio.get_running_loop().create_task(body(), name=what)
     try:
@@ -53,6 +59,8 @@ async def stoppable(fn: Callable[[], Awaitable[T]], *, grace: float, what: str) 
     try:
         return task.result()
     except asyncio.CancelledError as error:
+        if stopped:
+            raise stopped.pop() from None
         text = f"{what} raised {error!r}, although nothing was cancelled"
         raise RuntimeError(text) from error
     finally:

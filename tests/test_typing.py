@@ -67,7 +67,7 @@ def installed(tmp_path_factory):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    pip = (sys.executable, "-m", "pip")
+    pip = (sys.executable, "-W", "ignore", "-m", "pip")  # its own warnings are not ours
     offline = ("--no-build-isolation",) if importlib.util.find_spec("setuptools") else ()
     built = run(*pip, "wheel", "--no-deps", *offline, "-w", tmp / "wheels", ".", cwd=source)
     assert built.returncode == 0, built.stdout + built.stderr
