@@ -232,6 +232,12 @@ async def test_cancelling_a_call_lets_the_caller_go_and_leaves_the_actor_in_orde
     told = await actor.told.remote()
     assert (told[0], told[-1]) == ("init 3", "finish 4")
     await end(gates, actor)
+    import ray
+
+    with pytest.raises(ray.exceptions.RayActorError):
+        async with asyncio.timeout(20):
+            while True:  # to kill it takes Ray a moment
+                await actor.told.remote()
     with pytest.raises(PeerLost) as caught:
         await client.start_weight_update()
     assert caught.value.replica == client.name
