@@ -37,7 +37,7 @@ async def test_cancelled_rounds_leave_nothing(backend, rounds):
 
 
 async def test_what_is_left_behind_is_found(monkeypatch):
-    monkeypatch.setitem(leaks.SETTLE_S, "ipc", 0.1)
+    monkeypatch.setitem(leaks.SETTLE_S, "ipc", 2.0)
     left = []
 
     def leave():
@@ -47,8 +47,4 @@ async def test_what_is_left_behind_is_found(monkeypatch):
     _, more = await leaks.run("ipc", 3, 1, each=leave)
     for thing in left:
         thing.close()
-    # Sockets of the rounds before may still have been closing when the count began.
-    assert more["trainer"]["memfd"] == 3
-    assert 0 < more["trainer"]["socket"] <= 3
-    # The last look's own connection may be one of the worker's.
-    assert not more["worker"].keys() - {"socket"}
+    assert more == {"trainer": {"socket": 3, "memfd": 3}, "worker": {}}

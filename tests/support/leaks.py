@@ -79,12 +79,14 @@ def grown(before: Counter[str], after: Counter[str]) -> dict[str, int]:
 async def settled(
     worker: Replica, before: dict[str, Counter[str]], seconds: float
 ) -> dict[str, Counter[str]]:
-    """`look`, once it is down to `before`, or has had its time."""
-    deadline = time.monotonic() + seconds
+    """`look`, of each process once it is down to `before`, or when it has had its time."""
+    deadline, calm = time.monotonic() + seconds, {}
     while True:
         now = await look(worker)
-        if time.monotonic() > deadline or not any(grown(before[s], now[s]) for s in before):
-            return now
+        # One process may be down while the other is not; a look's own connection comes and goes.
+        calm |= {side: now[side] for side in before if not grown(before[side], now[side])}
+        if len(calm) == len(before) or time.monotonic() > deadline:
+            return now | calm
         await asyncio.sleep(0.05)
 
 
