@@ -31,7 +31,7 @@ COVERED := statemachines/*,transports/planning.py,aiosync/messages.py,aiosync/co
 SECONDS ?= 60
 SEED ?=
 
-.PHONY: help demo test test-faults sweep model leaks fuzz lint bench clean distclean
+.PHONY: help demo test coverage test-faults sweep model leaks fuzz lint bench clean distclean
 
 help:
 	@echo "make demo    reinforcement learning with live weight updates, in processes of its own"
@@ -54,9 +54,12 @@ bench: $(VENV)/.stamp-run
 test: $(VENV)/.stamp-dev
 	@$(PY) -m pytest --cov --cov-report= $(ARGS)
 ifeq ($(strip $(ARGS)),)
+	@$(MAKE) --no-print-directory coverage
+endif
+
+coverage: $(VENV)/.stamp-dev
 	@$(PY) -m coverage report --skip-covered --include='aiosync/*,transports/*,statemachines/*'
 	@$(PY) -m coverage report --skip-covered --show-missing --include='$(COVERED)' --fail-under=100
-endif
 
 sweep: $(VENV)/.stamp-dev
 	@TORCH_CPP_LOG_LEVEL=FATAL $(PY) tests/support/full_sweep.py $(ARGS)

@@ -297,7 +297,7 @@ class GlooGroup:
 
     def _stalled(self, seconds: float) -> PhaseTimeout:
         """Names those who give no sign; the group ends."""
-        names, facts = self._about([0] if self.rank else self._signs.silent())
+        names, facts = self._about([0] if self.rank else self._signs.silent(seconds))
         self._end()
         return PhaseTimeout(f"no byte moved for {seconds:g} s; waiting for {names}", **facts)
 

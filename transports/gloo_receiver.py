@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transports.sections import Frames, Part, Section
     from transports.stream import StreamSummary
 
-_LONGER = 1.25
+_LONGER, _LATER = 1.25, 1.0
 
 
 @final
@@ -44,7 +44,7 @@ class GlooReceiver(Half):
     ) -> StreamSummary:
         """See `transports.stream.Receiver.receive`; `landed` gets a section at a time."""
         # The trainer's limit comes first: it knows which of several ranks gives no sign.
-        word = self._begin(plan, round, stall * _LONGER)
+        word = self._begin(plan, round, stall * _LONGER + _LATER)
         self.progress.step(0)
         try:
             self._group.announce(f"ready-{round}", word)

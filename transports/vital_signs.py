@@ -46,12 +46,22 @@ class VitalSigns:
         except RuntimeError:
             pass  # as in `give`
 
-    def silent(self) -> list[int]:
-        """At rank 0: the ranks that neither rest nor gave a sign lately."""
-        oldest = time.monotonic() - _FRESH
-        never = (b"", 0.0)
-        seen = {rank: self._seen.get(rank, never) for rank in range(1, self._meeting.size)}
-        return [rank for rank, (sign, at) in seen.items() if sign != _RESTS and at < oldest]
+    def silent(self, seconds: float) -> list[int]:
+        """At rank 0, after waiting for `seconds`: who gave no sign, the longest silent first.
+
+        A machine under load delays the signs of healthy ranks as well, so the limit grows with the
+        wait; a rank that rests owes none.
+        """
+        now = time.monotonic()
+        self.give_or_look()
+        ages = {
+            rank: now - at
+            for rank in range(1, self._meeting.size)
+            for sign, at in [self._seen.get(rank, (b"", 0.0))]
+            if sign != _RESTS
+        }
+        limit = max(_FRESH, seconds / 2)
+        return sorted((rank for rank, age in ages.items() if age > limit), key=lambda r: -ages[r])
 
     def _look(self) -> None:
         for rank in range(1, self._meeting.size):
