@@ -23,7 +23,8 @@ class Ownership:
     def __init__(self) -> None:
         self.owner: str | None = None
         # A restarted worker's epochs are later than all before: what was meant for those is fenced.
-        self.epoch = time.time_ns() // 1_000_000
+        # In microseconds: nobody initialises a worker that often, and any JSON reader can hold it.
+        self.epoch = time.time_ns() // 1_000
         self.since = time.time()
         self.last_round = 0
         self.outcome: BaseException | None = None

@@ -222,18 +222,19 @@ class Session:
                     self._waiting.insert(0, job)  # answered by `_end`, after the flip
 
     async def _watch_lease(self) -> None:
-        extended = False
+        extended = -math.inf  # the renewal that was no sign of life but our own
         tick = min(self.lease / 8, 1.0)
         while True:
             asleep = time.monotonic()
             await anyio.sleep(tick)
             now = time.monotonic()
             stalled = now - asleep - tick > self.lease / 4
-            if self.holding or now - max(self._renewed, self._progress()) < self.lease:
-                extended = False
-            elif stalled and not extended:
-                extended = True
+            last = max(self._renewed, self._progress())
+            if self.holding or now - last < self.lease:
+                continue
+            if stalled and last != extended:
                 self.touch()
+                extended = self._renewed
             else:
                 self.cancel(
                     PhaseTimeout(

@@ -226,7 +226,7 @@ async def served(members: int = 2, *, token: str | None = None, **options: Any):
             for n in range(members)
         ]
         fleet = FleetClient([Member(f"r{n}", each.url) for n, each in enumerate(found)])
-        options = {"heartbeat_s": 0.2, **options}
+        options = {"heartbeat_s": 0.2, "misses": 20, **options}  # a busy member is not a lost one
         gateway = await stack.enter_async_context(FleetGateway(fleet, **options))
         server = await stack.enter_async_context(aiosync.serve(gateway, token=token))
         yield gateway, server.url, found

@@ -276,6 +276,17 @@ async def test_a_loop_that_stalled_extends_the_lease_once(blocking_detector):
         assert isinstance(ends[0], PhaseTimeout)
 
 
+async def test_a_loop_that_stalls_again_and_again_does_not_keep_a_session(blocking_detector):
+    blocking_detector.deactivate()
+    async with running(lease=0.2) as (session, ends, _):
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            time.sleep(0.3)
+        await asyncio.sleep(0.05)
+        assert session.over
+        assert isinstance(ends[0], PhaseTimeout)
+
+
 async def test_holding_stops_the_lease_and_outlives_a_cancel():
     async with running(lease=0.2) as (session, ends, _):
         job = Job(result="committed")

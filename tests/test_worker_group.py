@@ -37,7 +37,8 @@ from aiosync import (
 from aiosync.testing import DirectClient
 
 BUDGET = Budget(total=20.0, stall=10.0, finish=10.0, cleanup=2.0)
-BEAT = 0.1
+BEAT = 0.2
+MISSES = 8  # one that ended is noticed at once, and a busy one is no stopped one
 
 
 # --- ranks of this process, driven by hand ---
@@ -265,7 +266,7 @@ async def test_four_bare_methods_are_enough():
 
 @pytest.mark.asyncio
 async def test_a_trainer_that_falls_silent_ends_the_round_on_all_ranks():
-    async with grouped(heartbeat_s=BEAT) as g:
+    async with grouped(heartbeat_s=BEAT, misses=MISSES) as g:
         await g.owned()
         this = g.header(1, 1, lease_s=0.5)
         await g.group.start_weight_update(header=this)
@@ -279,7 +280,7 @@ async def test_a_trainer_that_falls_silent_ends_the_round_on_all_ranks():
 
 @pytest.mark.asyncio
 async def test_a_trainers_touch_keeps_the_ranks_round_open():
-    async with grouped(heartbeat_s=BEAT) as g:
+    async with grouped(heartbeat_s=BEAT, misses=MISSES) as g:
         await g.owned()
         this = g.header(1, 1, lease_s=0.6)
         await g.group.start_weight_update(header=this)
@@ -442,7 +443,8 @@ async def parallel(size: int = 2, paths: Any = None, **options: Any):
             rank = replica(kind=f"slice-{index}-{size}", seed=index, **where)
             ranks.append(await stack.enter_async_context(rank))
         clients = [Tripwire(rank.url) for rank in ranks]
-        group = WorkerGroup(clients, name="tp", heartbeat_s=BEAT, **options)
+        options = {"heartbeat_s": BEAT, "misses": MISSES, **options}
+        group = WorkerGroup(clients, name="tp", **options)
         await stack.enter_async_context(group)
         server = await stack.enter_async_context(aiosync.serve(group))
         yield Parallel(server.url, group, clients, ranks, sliced.full(7))

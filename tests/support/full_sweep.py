@@ -1,7 +1,11 @@
-"""Every point of the cancel sweep: every backend, scene and way, every k up to where it ends.
+"""The cancel sweep to its end: every backend, scene and way, k turns up to where it is over.
 
-``python tests/support/full_sweep.py [--backend NAME] [--most K]`` prints one line a backend and one
-of all; what fails is listed with its point and its error.
+``python tests/support/full_sweep.py [--backend NAME] [--most K] [--progress]`` prints a line a
+backend; what fails is listed with its point and its error, as it happens.
+
+The first turns are taken one by one. After them a round mostly waits for its threads, and the turns
+that the loop makes meanwhile are many and alike, so the steps grow: by an eighth where the turns
+are counted from the call, by a half after one of the flips, which the call's turns pass as well.
 """
 
 from __future__ import annotations
@@ -14,13 +18,24 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import sweep
 import torch
 
 SINKS = {"loopback": ("staged", "in_place"), "ipc": ("staged", "in_place"), "gloo": ("staged",)}
+WRITING = ("round", "given_up", "close_in_round")  # where it matters what the bytes land in
 WAYS = (*sweep.HOW, "session", *sweep.FAULTS)
+
+
+def turns(scene: sweep.Scene, most: int) -> Iterator[int]:
+    """Ever larger steps from 0 to `most`."""
+    dense, share = (48, 8) if scene.trigger == "call" else (16, 2)
+    turn = 0
+    while turn <= most:
+        yield turn
+        turn += 1 if turn < dense else turn // share
 
 
 class Patches:
@@ -38,50 +53,56 @@ class Patches:
             setattr(*self._old.pop())
 
 
-async def sweep_backend(backend: str, most: int) -> tuple[Counter[str], list[str]]:
+async def sweep_backend(backend: str, most: int, progress: bool) -> Counter[str]:
     counts: Counter[str] = Counter()
-    failures = []
     for sink in SINKS[backend]:
         for scene in sweep.scenes(backend):
+            if sink == "in_place" and scene.name not in WRITING:
+                continue
             for how in WAYS:
+                what = f"{backend} {sink} {scene} {how}"
+                began = time.monotonic()
                 patches = Patches()
                 workers = 2 if backend == "loopback" else 1
+                found: Counter[str] = Counter()
                 try:
                     async with sweep.rig(backend, patches, workers=workers, sink=sink) as it:
-                        counts += await sweep.sweep(it, scene, how, range(most + 1))
+                        points = turns(scene, most)
+                        found = await sweep.sweep(it, scene, how, points, to_the_end=True)
                 except Exception as error:
-                    counts["failed"] += 1
+                    found["failed"] += 1
                     point = " ".join(getattr(error, "__notes__", ()))
                     last = traceback.format_exception(error)[-3:]
-                    failures.append(f"{point or f'{backend} {sink} {scene} {how}'}: {last}")
+                    print(f"{point or what}: {last}", file=sys.stderr, flush=True)
                 finally:
                     patches.undo()
-    return counts, failures
+                counts += found
+                if progress:
+                    print(f"{what}: {dict(found)}; {time.monotonic() - began:.1f} s", flush=True)
+    return counts
 
 
-def report(backend: str, most: int) -> int:
+def report(backend: str, most: int, progress: bool) -> int:
     began = time.monotonic()
-    counts, failures = asyncio.run(sweep_backend(backend, most))
-    print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
-    points = ", ".join(f"{name} {counts[name]}" for name in ("hit", "late", "failed"))
+    counts = asyncio.run(sweep_backend(backend, most, progress))
+    points = ", ".join(f"{name} {counts[name]}" for name in ("hit", "late", "idle", "failed"))
     print(f"{backend}: {points}; {time.monotonic() - began:.0f} s", flush=True)
-    return bool(failures)
+    return bool(counts["failed"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", choices=sweep.BACKENDS)
-    parser.add_argument("--most", type=int, default=200)
+    parser.add_argument("--most", type=int, default=20_000)
+    parser.add_argument("--progress", action="store_true", help="a line a scene")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable()  # what is injected is logged wherever it arrives
     if options.backend:
-        return report(options.backend, options.most)
+        return report(options.backend, options.most, options.progress)
     # A process each: a failure of one backend says nothing about the others.
     running = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--backend", backend, "--most", str(options.most)]
-        )
+        subprocess.Popen([sys.executable, __file__, "--backend", backend, *sys.argv[1:]])
         for backend in sweep.BACKENDS
     ]
     return max(process.wait() for process in running)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -352,7 +352,8 @@ class After:
 
 
 async def disturb(it: Rig, scene: Scene, turns: int, how: str) -> str:
-    """One point: what it came to (``hit``, ``late``: the action was over by then).
+    """One point: what it came to: ``hit``, ``late`` (the action was over, or past the place that
+    was to raise), or ``idle`` (there was no task of a round to be cancelled).
 
     `how` is ``scope``, ``native``, ``session`` (the worker's task of the round is cancelled, as a
     loop that shuts down does), or one of `FAULTS`.
@@ -371,11 +372,14 @@ async def disturb(it: Rig, scene: Scene, turns: int, how: str) -> str:
             await scene.act(it)
             finished = True
 
-    struck = {"scope": False, "native": False}
+    struck = {"scope": False, "native": False, "session": False}
+    in_time = False
 
     def strike() -> None:
+        nonlocal in_time
         if task.done():
             return
+        in_time = True
         if how == "scope":
             struck["scope"] = not finished
             scope.cancel()
@@ -384,7 +388,7 @@ async def disturb(it: Rig, scene: Scene, turns: int, how: str) -> str:
         elif how == "session":
             for other in asyncio.all_tasks():
                 if other.get_name().startswith("w0-round-"):
-                    other.cancel()
+                    struck["session"] |= other.cancel()
         else:
             it.faults.arm(how)
 
@@ -418,8 +422,11 @@ async def disturb(it: Rig, scene: Scene, turns: int, how: str) -> str:
     if it.trainer.last_report is not report:
         _judge_report(it)
     await _judge(it, old, tasks)
-    hit = any(struck.values()) or it.faults.thrown > thrown or error is not None
-    return "hit" if hit else "late"
+    if scene.may_raise:  # what was thrown may be its own
+        return "hit" if in_time else "late"
+    if any(struck.values()) or it.faults.thrown > thrown or error is not None:
+        return "hit"
+    return "idle" if how == "session" and in_time else "late"
 
 
 def _judge_report(it: Rig) -> None:
@@ -474,8 +481,10 @@ async def _no_task_left(before: set[Any]) -> None:
     assert not left, f"left behind: {left}"
 
 
-async def sweep(it: Rig, scene: Scene, how: str, turns: list[int] | range) -> Counter[str]:
-    """All points of one scene; with a range, until the action is over before it is hit."""
+async def sweep(
+    it: Rig, scene: Scene, how: str, turns: Iterable[int], *, to_the_end: bool = False
+) -> Counter[str]:
+    """All points of one scene; `to_the_end`: until it is over before it is hit, three times."""
     counts: Counter[str] = Counter()
     late = 0
     for number in turns:
@@ -486,6 +495,6 @@ async def sweep(it: Rig, scene: Scene, how: str, turns: list[int] | range) -> Co
             raise
         counts[outcome] += 1
         late = late + 1 if outcome == "late" else 0
-        if isinstance(turns, range) and late == 3:
+        if to_the_end and late == 3:
             break
     return counts
