@@ -12,6 +12,7 @@ from pathlib import Path
 import models
 import pytest
 from interpreters import PROGRAMS, interpreter, run
+from limits import SLACK
 from processes import replica
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(120)]
@@ -38,7 +39,7 @@ async def test_sigterm_to_a_whole_tree_in_the_middle_of_a_round(how, tmp_path):
             assert await process.stdout.readline() == b"holding\n"
         assert len(list(tmp_path.glob("*/control.sock"))) == 2
         os.killpg(process.pid, signal.SIGTERM)
-        async with asyncio.timeout(8):  # the output ends with the last process that has it
+        async with asyncio.timeout(8 + SLACK):  # the output ends with the last process that has it
             out, err = await process.communicate()
     lines = sorted(out.decode().splitlines())
     assert err.decode() == ""
@@ -70,7 +71,7 @@ async def test_programs_end_whatever_they_dropped_left_open_or_wait_for():
     ends = {end["scene"]: end for end in map(json.loads, lines)}
     for end in ends.values():
         assert end["code"] == 0, end
-        assert end["seconds"] < 5, end  # three at most, on a machine that does nothing else
+        assert end["seconds"] < 3 + SLACK, end
     dropped = ends["dropped"]
     assert dropped["lines"] == [
         "committed", "descriptors []", "threads []", "trainer next committed",

@@ -10,7 +10,7 @@ import pytest
 from interpreters import PROGRAMS, interpreter
 from processes import replica
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 async def torchrun(worker, folder, what):
@@ -18,7 +18,7 @@ async def torchrun(worker, folder, what):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     program = (str(PROGRAMS / "torchrun_rank.py"), worker.url, str(folder), what)
     async with interpreter(*launcher, *program, strict=False, group=True) as process:
-        async with asyncio.timeout(50):
+        async with asyncio.timeout(120):
             out, err = await process.communicate()
         return process.returncode, (out + err).decode()
 

@@ -253,7 +253,7 @@ async def test_a_state_2_a_new_trainer_after_a_failure_in_each_phase(route, how,
 
         async with aiosync.connect(source, workers=[middle.url], **wired(backend)) as sync:
             middle.break_route(route, how, soon)
-            budget = aiosync.Budget(total=4, finish=1, stall=2, cleanup=1)
+            budget = aiosync.Budget(total=8, finish=2, stall=4, cleanup=1)
             with bounded():
                 try:
                     await sync.send_weights(version=1, budget=budget)

@@ -13,6 +13,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from limits import PATIENT, SLACK
 from paced import Hold, Paced
 from processes import program, replica
 from proxy import proxy
@@ -20,7 +21,7 @@ from proxy import proxy
 import aiosync
 from aiosync import Budget, State
 
-BUDGET = Budget(total=6.0, stall=2.0, cleanup=1.0)
+BUDGET = Budget(total=6.0, stall=2.0, cleanup=1.0)  # of rounds that only the clock ends
 SMALL = {"backend": "gloo", "buffer_size_bytes": 4096}
 
 
@@ -52,7 +53,7 @@ def changed(module, version):
 async def assert_next_round_works(sync, source, workers, version):
     source.before = lambda _: None
     changed(source.module, 1)
-    report = await sync.send_weights(version=version, budget=BUDGET)
+    report = await sync.send_weights(version=version, budget=PATIENT)
     assert report.outcome == "committed"
     for worker in workers:
         facts = await worker.facts()
@@ -199,14 +200,14 @@ async def test_cancelled(at, count):
     hold = Hold(at)
     async with pair(hold, count=count) as (sync, source, workers, _):
         old = [await worker.facts() for worker in workers]
-        round_ = asyncio.create_task(sync.send_weights(version=1, budget=BUDGET))
+        round_ = asyncio.create_task(sync.send_weights(version=1, budget=PATIENT))
         await until(hold.reached)
         began = time.monotonic()
         round_.cancel()
         asyncio.get_running_loop().call_later(0.1, hold.released.set)
         await asyncio.wait([round_])
         assert round_.cancelled()
-        assert time.monotonic() - began < BUDGET.cleanup + 1
+        assert time.monotonic() - began < PATIENT.cleanup + SLACK
         for worker, before in zip(workers, old, strict=True):
             await assert_old(worker, before)
         await assert_next_round_works(sync, source, workers, 1)
@@ -228,7 +229,7 @@ async def test_worker_lost_in_mid_round(sign, count):
         hold.released.set()
         with pytest.raises(aiosync.AiosyncError) as caught:
             await round_
-        assert time.monotonic() - began < BUDGET.total + BUDGET.cleanup + 1
+        assert time.monotonic() - began < BUDGET.total + BUDGET.cleanup + SLACK
         assert isinstance(caught.value, ConnectionError | TimeoutError)
         assert caught.value.replica == lost.url
         assert sync.state is State.FAILED
@@ -258,7 +259,7 @@ async def test_source_raises(at):
     async with pair(boom, count=2) as (sync, source, workers, _):
         old = [await worker.facts() for worker in workers]
         with pytest.raises(Mine, match="gather failed"):
-            await sync.send_weights(version=1, budget=BUDGET)
+            await sync.send_weights(version=1, budget=PATIENT)
         assert source.closed == 1
         for worker, before in zip(workers, old, strict=True):
             await assert_old(worker, before)
@@ -276,13 +277,14 @@ async def test_update_call_fails_while_the_transmit_runs(how, at):
     async with pair(hold, count=2, broken=True) as (sync, source, workers, middle):
         old = [await worker.facts() for worker in workers]
         middle.break_route("update_weights", how, lambda: until(hold.reached))
+        budget = BUDGET if how == "hang" else PATIENT
         began = time.monotonic()
-        round_ = asyncio.create_task(sync.send_weights(version=1, budget=BUDGET))
+        round_ = asyncio.create_task(sync.send_weights(version=1, budget=budget))
         await until(hold.reached)
         asyncio.get_running_loop().call_later(0.1, hold.released.set)
         with pytest.raises(aiosync.AiosyncError) as caught:
             await round_
-        assert time.monotonic() - began < BUDGET.total + BUDGET.cleanup + 1
+        assert time.monotonic() - began < BUDGET.total + BUDGET.cleanup + SLACK
         if how == "500":
             assert "no memory for down_proj" in str(caught.value)
         if how != "hang":
@@ -359,7 +361,7 @@ async def test_a_worker_that_joins_late_is_waited_for():
     async with replicas(2) as workers:
         members = [aiosync.Member("slow", Slow(workers[0].url)), workers[1].url]
         async with engine_for(source, members) as engine:
-            await engine.initialize(timeout=10)
+            await engine.initialize(timeout=20)
             await assert_next_round_works(engine, source, workers, 1)
 
 
@@ -375,12 +377,12 @@ async def test_a_worker_that_never_joins_is_named_and_the_others_are_free_again(
             began = time.monotonic()
             with pytest.raises(aiosync.PhaseTimeout) as caught:
                 await engine.initialize(timeout=2)
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < 2 + SLACK
             assert (caught.value.replica, caught.value.phase) == ("never", "init")
             assert engine.state is State.FAILED
             await workers[1].wait_state("failed")
             never.seconds = 0
-            await engine.initialize(timeout=10)
+            await engine.initialize(timeout=20)
             await assert_next_round_works(engine, source, workers, 1)
 
 
@@ -412,10 +414,10 @@ async def test_an_init_call_that_fails_ends_the_join_and_frees_the_port():
         urls = [middle.url, workers[1].url]
         async with engine_for(source, urls, master_port=port) as engine:
             with pytest.raises(aiosync.RemoteError, match="no memory for down_proj") as caught:
-                await engine.initialize(timeout=5)
+                await engine.initialize(timeout=20)
             assert caught.value.replica == middle.url
             middle.heal()
-            await engine.initialize(timeout=5)
+            await engine.initialize(timeout=20)
             await assert_next_round_works(engine, source, workers, 1)
             await engine.shutdown()
             with closing(socket.create_server(("127.0.0.1", port))):
@@ -435,7 +437,7 @@ async def test_a_taken_port_is_refused_before_a_worker_hears_of_it():
                     source, workers=[workers[0].url], master_port=port, **SMALL
                 ):
                     pass
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < SLACK
             assert (await workers[0].facts())["state"] == "idle"
 
 
@@ -473,7 +475,7 @@ async def test_backends_that_differ_are_refused_with_both_names():
                 models.make("small", 1), workers=[workers[0].url], backend="gloo"
             ):
                 pass
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < SLACK
         assert (await workers[0].facts())["state"] == "idle"
 
 

@@ -10,6 +10,7 @@ import time
 
 import models
 import pytest
+from limits import SLACK
 from looped import BUDGET, change, looped
 from paced import Hold, Paced
 
@@ -35,7 +36,7 @@ from transports.loopback import Fault, LoopbackLink
 
 pytestmark = pytest.mark.asyncio
 
-SHORT = Budget(total=10.0, stall=0.6, cleanup=1.0)
+SHORT = Budget(total=10.0, stall=0.6, cleanup=1.0)  # of rounds that only the clock ends
 STATES_AFTER = (State.INITIALIZED, State.FAILED)
 
 
@@ -228,10 +229,10 @@ async def test_cancel_before_the_first_step():
 async def test_leaving_the_block_cancels_an_unfinished_round(leaves):
     hold = Hold(2)
     async with looped(source=paced(hold)) as pair:
-        asyncio.get_running_loop().call_later(0.3, hold.released.set)
         try:
             async with pair.trainer.begin_update(version=1) as update:
                 await until(hold.reached)
+                asyncio.get_running_loop().call_later(0.3, hold.released.set)
                 if leaves == "by an error":
                     raise KeyError("mine")
         except KeyError:
@@ -521,7 +522,7 @@ async def test_each_limit_is_its_own_error_with_phase(method, budget, phase):
         began = time.monotonic()
         with pytest.raises(PhaseTimeout) as caught:
             await pair.trainer.send_weights(version=1, budget=budget)
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 3 + SLACK
         # The data plane has names of its own for the parts of an update.
         assert caught.value.phase in ((phase, "open") if phase == "update" else (phase,))
         assert caught.value.report.members[0].phase == phase
@@ -868,7 +869,7 @@ async def test_cancelled_while_a_call_is_out(method, side):
         began = time.monotonic()
         sending.cancel()
         await asyncio.wait([sending], timeout=10)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < BUDGET.cleanup + SLACK
         assert sending.cancelled()
         assert pair.trainer.state in STATES_AFTER
         report = pair.trainer.last_report
@@ -959,7 +960,7 @@ async def check_failed_round(script, expected, match, budget=BUDGET, **options):
         with pytest.raises(expected) as caught:
             await pair.trainer.send_weights(version=1, budget=budget)
         assert match in str(caught.value)
-        assert time.monotonic() - began < budget.total + budget.cleanup
+        assert time.monotonic() - began < 3 + SLACK
         assert caught.value.report.outcome == "failed"
         assert pair.trainer.state in STATES_AFTER
         assert pair.illegal == []

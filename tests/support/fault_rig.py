@@ -8,14 +8,15 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import models
 import torch
+from limits import PATIENT, SLACK
 from paced import Paced
 from processes import replica
 
 import aiosync
-from aiosync import Budget, State
+from aiosync import State
 
 BACKENDS = ["ipc", "gloo"]
-BUDGET = Budget(total=5.0, stall=2.0, cleanup=1.0)
+BUDGET = PATIENT
 
 
 def wired(backend):
@@ -40,11 +41,11 @@ async def at_once():
 
 
 @contextmanager
-def bounded(seconds=BUDGET.total + BUDGET.cleanup):
-    """The block ends within `seconds` and one more."""
+def bounded(seconds=6.0):
+    """The block ends within `seconds`, as far as this machine is not busy with other things."""
     began = time.monotonic()
     yield
-    assert time.monotonic() - began < seconds + 1
+    assert time.monotonic() - began < seconds + SLACK
 
 
 @asynccontextmanager

@@ -65,10 +65,16 @@ class Rank:
         """What counts after a failure: the same processes, a new group."""
         again = self.joined("again", rank=rank, size=size)
         self.say(what="again", result=self.exchange(again, 9))
-        again.announce("over", b"")
-        if again.rank == 0:
-            again.gather("over", ranks=range(1, again.size), timeout=LIMIT)
-        again.close()
+        self.part(again)
+
+    def part(self, group: GlooGroup) -> None:
+        """Close it; rank 0 is the first to go, when it has all that it waited for."""
+        group.announce("over", b"")
+        if group.rank == 0:
+            group.gather("over", ranks=range(1, group.size), timeout=LIMIT)
+        while group.rank and group.alive:
+            time.sleep(0.01)
+        group.close()
 
     # -- the scenes
 
@@ -78,10 +84,7 @@ class Rank:
         self.say(what="one", result=[self.exchange(group, 7), self.exchange(other, 8)])
         group.close()
         self.say(what="two", result=self.exchange(other, 5))
-        other.announce("over", b"")
-        if other.rank == 0:
-            other.gather("over", ranks=range(1, other.size), timeout=LIMIT)
-        other.close()
+        self.part(other)
 
     def play_abort(self, arg: str) -> None:
         """Rank `arg` aborts while the last rank holds everybody up."""

@@ -9,15 +9,16 @@ from typing import Any
 
 import models
 import torch
+from limits import PATIENT
 from torch import nn
 
 import aiosync
-from aiosync import Budget, State
+from aiosync import State
 from aiosync.testing import DirectClient
 from statemachines.tables import is_legal_pair
 from transports.loopback import Fault, LoopbackLink
 
-BUDGET = Budget(total=10.0, stall=2.0, cleanup=1.0)
+BUDGET = PATIENT
 BUFFER = 4096
 
 
