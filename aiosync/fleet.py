@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self, final
 
 from aiosync.budget import check_seconds
+from aiosync.catch_up import CatchUps
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
 from aiosync.fleet_health import Health
@@ -46,7 +47,14 @@ class FleetClient(KnowsFormerNames):
         policy: ``"all"``, ``"quorum(k)"`` or ``"best_effort"``, or `All`, `Quorum`, `BestEffort`:
             how many must commit for a round to count. All but the first need a data plane per
             member, such as ``ipc``.
-        catch_up: How a member that missed a round gets the version: with the ``"next_round"``.
+        catch_up: How a member that joins or missed a round gets the version: with the
+            ``"next_round"``, or before that, between rounds while the fleet is entered, from a
+            ``"snapshot"``.
+        snapshot: Where the committed version is found then: ``"keep"`` (the fleet keeps two copies
+            of the model in host memory, and copies each round's tensors on their way); a source,
+            or a path to a safetensors file or a folder of them, that is brought up to date before
+            members are caught up; or a function, perhaps async, that takes the `Version` and
+            returns one of the two.
         retry_without_lost: Under ``"all"``, run a round that a lost member ended once more without
             it, under a new epoch.
         patience: How long, as a share of their own time, members wait for slower ones (at least a
@@ -62,14 +70,16 @@ class FleetClient(KnowsFormerNames):
         *,
         policy: str | Policy = "all",
         catch_up: str = "next_round",
+        snapshot: Any = None,
         retry_without_lost: bool = False,
         patience: float = DEFAULTS.patience,
     ) -> None:
         self.policy = policy_of(policy)
         if isinstance(members, str) or not isinstance(members, Iterable):
             raise Validation(f"members must be a list, not {members!r}")
-        _check_catch_up(catch_up)
+        _check_catch_up(catch_up, snapshot)
         self.catch_up = catch_up
+        self.snapshot = snapshot
         self.retry_without_lost = retry_without_lost
         self.patience = check_seconds(patience, "patience")
         self._spec = tuple(
@@ -96,9 +106,15 @@ class FleetClient(KnowsFormerNames):
             retry_without_lost=self.retry_without_lost,
         )
         self._health = Health(self.roster)
+        if self.catch_up == "snapshot":
+            from aiosync.snapshots import KEEP, FromSnapshot, Keeper  # here: they need torch
+
+            keeper = Keeper() if self.snapshot == KEEP else None
+            way = FromSnapshot(self.snapshot, keeper)
+            self.roster.keeper, self.roster.catch_ups = keeper, CatchUps(self.roster, way)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("policy", "catch_up", "retry_without_lost", "patience")
+        kept = ("policy", "catch_up", "snapshot", "retry_without_lost", "patience")
         return {name: self.__dict__[name] for name in kept} | {"_spec": self.members}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -179,9 +195,13 @@ class FleetClient(KnowsFormerNames):
 
     async def __aenter__(self) -> Self:
         await self._health.start()
+        if self.roster.catch_ups is not None:
+            await self.roster.catch_ups.start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        if self.roster.catch_ups is not None:
+            await self.roster.catch_ups.stop()
         await self._health.stop()
 
     # -- as one client ---------------------------------------------------------------------------
@@ -255,15 +275,20 @@ class FleetClient(KnowsFormerNames):
         return f"<FleetClient {self.policy} of {states}>"
 
 
-def _check_catch_up(catch_up: Any) -> None:
+def _check_catch_up(catch_up: Any, snapshot: Any) -> None:
     if catch_up not in _CATCH_UP:
         raise Validation(f"catch_up must be one of {', '.join(_CATCH_UP)}, not {catch_up!r}")
-    if catch_up != "next_round":
+    if catch_up == "peer":
         raise Validation(
-            f"catch_up={catch_up!r} is not available: workers have no sending side, and the"
-            " trainer's weights move on between rounds",
-            next_step="use catch_up='next_round': a member that joins is current after one round",
+            "catch_up='peer' is not available: workers have no sending side",
+            next_step="use catch_up='snapshot'",
         )
+    if catch_up == "snapshot":
+        from aiosync.snapshots import check_snapshot  # here: it needs torch
+
+        check_snapshot(snapshot)
+    elif snapshot is not None:
+        raise Validation(f"snapshot= is for catch_up='snapshot', not for {catch_up!r}")
 
 
 def _name_of(member: Any, index: int) -> str:

@@ -106,6 +106,19 @@ class FleetRound:
 
     async def __aenter__(self) -> Self:
         self._began = time.monotonic()
+        for roster in self._rosters:
+            roster.begins()  # meanwhile members may be newer than the fleet
+        try:
+            for roster in self._rosters:
+                await roster.give_way()
+            await self._announce()
+        except BaseException:
+            for roster in self._rosters:
+                roster.ended()
+            raise
+        return self
+
+    async def _announce(self) -> None:
         await self._opened.__aenter__()
         try:
             await fan_out(self._links, MemberLink.probe, phase="admit", linger=DEFAULTS.cleanup_s)
@@ -116,10 +129,7 @@ class FleetRound:
             await self._members.end("the round could not be announced")
             await self._close()
             raise
-        for roster in self._rosters:
-            roster.driving += 1  # meanwhile members may be newer than the fleet
         self._tasks.start(self._drive(), name=f"fleet-round-{self._ticket.round}")
-        return self
 
     async def __aexit__(
         self,
@@ -220,7 +230,7 @@ class FleetRound:
         members = self._members
         for roster in self._rosters:
             settle(roster, members, self.ticket)
-            roster.driving -= 1
+            roster.ended()
         self._spent["total"] = self.elapsed
         self.report = Report(
             outcome="committed" if cause is None else members.outcome,

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from aiosync.version import Version
     from statemachines.hub import TransitionHub
 
+_SETBACKS = (MemberTrigger.MISS, MemberTrigger.LOSE, MemberTrigger.FALL_BACK)
+_ALWAYS_SAID = (MemberTrigger.COMMIT, MemberTrigger.CATCH_UP, MemberTrigger.FALL_BACK)
+
 
 @final
 class Member:
@@ -84,6 +87,9 @@ class MemberStanding:
         version: What all of its servers said last that they hold.
         misses: Probes in a row that it has not answered.
         barred: It answers, and could not be brought in: that alone does not bring it back.
+        guest: As whom it was brought up since its last round; the fleet's engine has to
+            initialise it again.
+        tried: What was tried last to bring it up, in vain.
     """
 
     def __init__(self, member: Member, hub: TransitionHub) -> None:
@@ -94,6 +100,8 @@ class MemberStanding:
         self.version: Version | None = None
         self.misses = 0
         self.barred = False
+        self.guest: str | None = None
+        self.tried: tuple[Any, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -106,11 +114,13 @@ class MemberStanding:
     def fire(self, trigger: MemberTrigger, *, error: str | None = None, **facts: Any) -> None:
         """Move, unless that leads nowhere new."""
         target = MEMBER.target(self.state, trigger)
-        if trigger in (MemberTrigger.MISS, MemberTrigger.LOSE):
+        if trigger in _SETBACKS:
             self.error = error or self.error
         elif trigger in (MemberTrigger.COMMIT, MemberTrigger.JOIN):
             self.error, self.misses = None, 0
-        if target is not None and (target != self.state or trigger == MemberTrigger.COMMIT):
+        if trigger == MemberTrigger.LOSE:
+            self.tried = None  # when it is back, it may be well
+        if target is not None and (target != self.state or trigger in _ALWAYS_SAID):
             self.machine.fire(trigger, error=error, **facts)
 
     def note(self, peers: Sequence[PeerState | None]) -> bool:

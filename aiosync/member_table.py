@@ -8,6 +8,8 @@ can carry, are facts of the member (`PeerState`); this is what the fleet makes o
 * ``miss``: a round was committed without it, or nobody can say what it holds. It takes part in the
   next round.
 * ``lose``: it does not answer; it takes part in nothing until it does again (``join``).
+* ``catch_up``, ``fall_back``: it is being brought to the fleet's version between rounds; that came
+  to nothing, and it takes part in the next round. Its state stays.
 * A restarted process holds nothing of ours: ``join`` leads out of every other state.
 """
 
@@ -35,10 +37,15 @@ class MemberTrigger(StrEnum):
     MISS = "miss"
     LOSE = "lose"
     JOIN = "join"
+    CATCH_UP = "catch_up"
+    FALL_BACK = "fall_back"
     LEAVE = "leave"
 
 
 _PRESENT = (MemberState.JOINING, MemberState.CURRENT, MemberState.STALE)
+_WAITING = (MemberState.JOINING, MemberState.STALE)
+_CATCHES_UP = "it is being brought to the fleet's version, between rounds"
+_FALLS_BACK = "that came to nothing: it takes part in the next round"
 
 MEMBER = Table(
     name="member",
@@ -64,6 +71,8 @@ MEMBER = Table(
             MemberState.JOINING,
             "it answers again, or as another process",
         ),
+        *(Rule(MemberTrigger.CATCH_UP, (state,), state, _CATCHES_UP) for state in _WAITING),
+        *(Rule(MemberTrigger.FALL_BACK, (state,), state, _FALLS_BACK) for state in _WAITING),
         Rule(
             MemberTrigger.LEAVE,
             (*_PRESENT, MemberState.LOST),

@@ -100,6 +100,8 @@ async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:
     Each init reply brings the epoch under which this trainer owns the worker from then on.
     """
     fleet = engine.fleet
+    if fleet is not None:
+        await fleet.give_way()
     roll = Attendance(engine.links) if fleet is None else fleet.attendance(engine.links)
     answered: list[str] = []
     try:

@@ -43,6 +43,7 @@ async def assemble(round: Round) -> None:
 
 
 async def _change_members(round: Round, fleet: Roster) -> None:
+    await fleet.give_way()
     engine = round.engine
     known = {link.member for link in engine.links}
     wanted = {standing.name: standing for standing in fleet.wanted()}
@@ -76,13 +77,14 @@ async def _change_members(round: Round, fleet: Roster) -> None:
 
 
 def _must_join(engine: TrainerWeightTransferEngine[Any], standing: MemberStanding) -> bool:
-    """Whether its process is another one than the one that was initialised, or it was away."""
+    """Whether it is another process than the one that was initialised, or not ours any more."""
     links = [link for link in engine.links if link.member == standing.name]
     seen = standing.incarnations
     other = any(
         link.known_incarnation is not None and seen.get(index) not in (None, link.known_incarnation)
         for index, link in enumerate(links)
     )
+    other = other or standing.guest is not None
     return other or (engine.per_member and standing.state is MemberState.STALE)
 
 

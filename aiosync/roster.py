@@ -15,9 +15,11 @@ from aiosync.version_watch import VersionWatch
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from aiosync.catch_up import CatchUps, Goal
     from aiosync.member import Member
     from aiosync.members import MemberLink
     from aiosync.policies import Policy
+    from aiosync.snapshots import Keeper
     from statemachines.hub import TransitionHub
 
 
@@ -28,7 +30,10 @@ class Roster:
     Attributes:
         standings: The members by name, in the order in which they came.
         versions: What rounds that count have committed.
-        driving: Rounds under way: meanwhile members may be newer than the fleet.
+        goal: The last of them, and how it was sent; None where another process sent it.
+        keeper: Takes a copy of what is sent, where the fleet is to keep one.
+        catch_ups: Who brings members up between rounds, where somebody does.
+        hub: Of the members' transitions.
     """
 
     def __init__(
@@ -45,8 +50,31 @@ class Roster:
         self.retry_without_lost = retry_without_lost
         self.standings = {member.name: MemberStanding(member, hub) for member in members}
         self.versions = VersionWatch("fleet")
-        self.driving = 0
-        self._hub = hub
+        self.goal: Goal | None = None
+        self.keeper: Keeper | None = None
+        self.catch_ups: CatchUps | None = None
+        self.hub = hub
+        self._driving = 0
+
+    @property
+    def driving(self) -> int:
+        """Rounds under way: meanwhile members may be newer than the fleet."""
+        return self._driving
+
+    def begins(self) -> None:
+        """A round is under way."""
+        self._driving += 1
+
+    def ended(self) -> None:
+        """It is over, and the fleet has been told of it."""
+        self._driving -= 1
+        if self.catch_ups is not None:
+            self.catch_ups.kick()
+
+    async def give_way(self) -> None:
+        """The members are needed: nobody is brought up beside that."""
+        if self.catch_ups is not None:
+            await self.catch_ups.give_way()
 
     @property
     def tolerant(self) -> bool:
@@ -60,7 +88,7 @@ class Roster:
             raise Validation(f"there is a member {member.name!r} already ({known.state.value})")
         if known is not None:
             known.fire(MemberTrigger.LEAVE)
-        self.standings[member.name] = MemberStanding(member, self._hub)
+        self.standings[member.name] = MemberStanding(member, self.hub)
 
     def remove(self, name: str) -> Member:
         """See `FleetClient.remove`."""
@@ -77,8 +105,13 @@ class Roster:
         return Attendance(links, self.policy, patience=self.patience)
 
     def wanted(self) -> list[MemberStanding]:
-        """Who is to take part in a round: all but the lost, where it may go on without them."""
-        found = list(self.standings.values())
+        """Who is to take part in a round: all but the lost, where it may go on without them.
+
+        One that has not been let go by whoever was bringing it up joins the round after.
+        """
+        held = None if self.catch_ups is None else self.catch_ups.member
+        every = list(self.standings.values())
+        found = [each for each in every if each is not held] or every
         if self.tolerant or self.retry_without_lost:
             there = [each for each in found if each.state is not MemberState.LOST]
             return there or found  # if all are lost, as far as anybody knows: try them

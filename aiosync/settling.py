@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from aiosync.catch_up import Goal
 from aiosync.errors import AiosyncError, PeerLost, PhaseTimeout
 from aiosync.fleet_health import confirm_lost, is_refused
 from aiosync.member_table import MemberState, MemberTrigger
@@ -25,7 +26,7 @@ def driving(round: Round) -> Iterator[None]:
     if fleet is None:
         yield
         return
-    fleet.driving += 1
+    fleet.begins()
     try:
         yield
     except BaseException as error:
@@ -34,7 +35,7 @@ def driving(round: Round) -> Iterator[None]:
     else:
         _settle(round, None)
     finally:
-        fleet.driving -= 1
+        fleet.ended()
 
 
 async def at_most_twice(round: Round, run: Callable[[], Awaitable[None]]) -> None:
@@ -84,6 +85,9 @@ def _settle(round: Round, error: BaseException | None) -> None:
     committed = {name for name, own in outcomes.items() if began and _all_committed(own)}
     if error is None or committed:
         fleet.versions.set(round.version)
+        fleet.goal = Goal.of(round)
+        if fleet.keeper is not None:
+            fleet.keeper.commit(round)
         for other in fleet.standings.values():
             if other.name not in outcomes and other.state is MemberState.CURRENT:
                 other.fire(MemberTrigger.MISS, error="a round went on without it")
@@ -98,7 +102,7 @@ def _settle(round: Round, error: BaseException | None) -> None:
         cause = round.attendance.lost.get(name)
         facts: dict[str, Any] = {"round": round.number, "version": round.label}
         if name in committed:
-            standing.version = round.version
+            standing.version, standing.guest = round.version, None
             standing.fire(MemberTrigger.COMMIT, **facts)
         elif is_refused(cause) or (cause is None and is_refused(_error_of(error, own))):
             standing.fire(MemberTrigger.LOSE, error=why, **facts)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from aiosync.feed import SourceFeed
     from aiosync.ranks import TrainerRanks
+    from aiosync.snapshots import Keeper
     from transports.lane import LaneLike
     from transports.stream import Sender
 
@@ -30,6 +31,7 @@ class SourcePass:
 
     Args:
         linger: How long the cause of a failed send may take to become known (`TrainerRanks`).
+        keeper: Takes a copy of what is sent.
     """
 
     def __init__(
@@ -39,11 +41,13 @@ class SourcePass:
         sender: Sender | None,
         *,
         linger: float = 0.0,
+        keeper: Keeper | None = None,
     ) -> None:
         self._feed = feed
         self._ranks = ranks
         self._sender = sender
         self._linger = linger
+        self._keeper = keeper
         self._counts = feed.group_counts()
         self._failed = False
 
@@ -56,6 +60,8 @@ class SourcePass:
         # With other ranks even a complaint about the module has its turn.
         if self._ranks.size == 1 and getattr(self._sender, "takes_parameters", False):
             self._feed.look()
+        if self._keeper is not None:
+            self._keeper.begin(self._feed)
 
     def abort(self) -> None:
         """End the pass at the next boundary, a blocked send at once. From any thread."""
@@ -107,6 +113,8 @@ class SourcePass:
             if self.is_async:  # it came over the loop, where nothing is copied
                 batch = [(index, settled(tensor)) for index, tensor in batch]
             self._sender.write(batch)
+            if self._keeper is not None:
+                self._keeper.take(batch)
         except Exception as error:
             self._failed = True
             if self._ranks.size == 1:

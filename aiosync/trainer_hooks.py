@@ -7,11 +7,13 @@ from abc import ABC
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
 
 from aiosync.config import TrainerInit as Init
+from aiosync.errors import Refused
 
 if TYPE_CHECKING:
     from aiosync.feed import SourceFeed
     from aiosync.members import MemberLink
     from aiosync.round import Round
+    from aiosync.trainer import TrainerWeightTransferEngine
     from statemachines.hub import TransitionHub
     from transports.planning import Plan
     from transports.stream import StreamSummary
@@ -71,6 +73,18 @@ class TrainerHooks(ABC, Generic[Init]):
 
     async def join(self) -> None:
         """Meet the members, while they get their init infos; cancelled if one of them refuses."""
+
+    def sibling(self, *, client: Any, source: Any) -> TrainerWeightTransferEngine[Any]:
+        """Another engine that cuts and checks the same tensors as this one does, for `client`.
+
+        Raises:
+            Refused: There can be no second one beside this one.
+        """
+        del client, source
+        raise Refused(
+            f"backend {self.backend_name} brings no member up between rounds",
+            next_step="catch_up='next_round'",
+        )
 
     def make_plan(self, feed: SourceFeed) -> Plan:
         """Cut the announced tensors into chunks; on the lane, kept until the metadata changes."""

@@ -147,12 +147,6 @@ def test_policies_by_name_and_by_object():
         aiosync.Quorum(True)
 
 
-@pytest.mark.parametrize("catch_up", ["peer", "snapshot"])
-def test_what_cannot_be_done_to_catch_up_is_said(catch_up):
-    with pytest.raises(aiosync.Validation, match="not available"):
-        aiosync.FleetClient(["unix:///nowhere"], catch_up=catch_up)
-
-
 def test_a_fleet_travels_by_pickle():
     members = [
         aiosync.Member("a", "unix:///nowhere"),

@@ -119,6 +119,19 @@ class GlooTrainerWeightTransferEngine(StreamedTrainerEngine[GlooTrainerInitInfo]
         self._join_s = DEFAULTS.admit_s
         self._lane_factory = lane_factory
 
+    def sibling(self, *, client: Any, source: Any) -> GlooTrainerWeightTransferEngine:
+        return GlooTrainerWeightTransferEngine(
+            client=client,
+            source=source,
+            master_address=self.master_address,
+            buffer_size_bytes=self.buffer_nbytes,
+            lane_factory=self._lane_factory,
+            lease_s=self.lease_s,
+            lineage=self.lineage,
+            name=f"{self.name}-catch-up",
+            recover="manual",
+        ).like(self)
+
     async def host_rendezvous(self) -> None:
         if not self.is_sender:
             return

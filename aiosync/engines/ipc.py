@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from aiosync.members import MemberLink
     from aiosync.messages import PeerState
     from aiosync.round import Round
+    from aiosync.trainer import TrainerWeightTransferEngine
     from transports.device_memory import DeviceMemory
     from transports.planning import Plan
     from transports.stream import Receiver, Sender, StreamSummary
@@ -146,6 +147,21 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         self._device = device
         self._on_gpus = self._is_stock = False
         self._memory: DeviceMemory | None = None
+
+    def sibling(self, *, client: Any, source: Any) -> TrainerWeightTransferEngine[Any]:
+        if self._is_stock:
+            return super().sibling(client=client, source=source)
+        return IPCTrainerWeightTransferEngine(
+            client=client,
+            source=source,
+            packed=True,
+            packed_buffer_size_bytes=self.buffer_nbytes,
+            device=self._device,
+            lease_s=self.lease_s,
+            lineage=self.lineage,
+            name=f"{self.name}-catch-up",
+            recover="manual",
+        ).like(self)
 
     def check_peers(self) -> None:
         self._is_stock = ipc_stock.are_stock(self.links)

@@ -22,6 +22,7 @@ from aiosync.metadata import from_wire, metadata_digest, sizes_of, to_wire
 from aiosync.source_pass import SourcePass
 from aiosync.streaming import stream_in, stream_out
 from aiosync.trainer import TrainerWeightTransferEngine
+from aiosync.weight_targets import MODEL
 from aiosync.worker import WeightTransferEngine
 from transports.digest import available as available_digests
 from transports.planning import ALIGNED, plan_chunks
@@ -108,6 +109,8 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         super().__init__(client=client, source=source, **options)
         self.digest: str | None = None
         """Digest kind that all members can check; None: completeness only."""
+        self.digests = available_digests()
+        """The kinds to choose from, best first."""
         self.sender: Sender | None = None
         self._announced: dict[str, str] = {}
         self._bytes_before = 0
@@ -180,11 +183,16 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
 
     def check_peers(self) -> None:
         super().check_peers()
-        offered = set(available_digests())
+        offered = set(self.digests)
         for link in self.links:
             offered &= set(link.peer.digests if link.peer is not None else ())
         # Best first; without a common one (or with verify="counts") completeness is checked.
-        self.digest = next((kind for kind in available_digests() if kind in offered), None)
+        self.digest = next((kind for kind in self.digests if kind in offered), None)
+
+    def like(self, other: Self) -> Self:
+        """This engine, checking what `other` checks: equal bytes then have equal digests."""
+        self.digests = () if other.digest is None else (other.digest,)
+        return self
 
     def fits(self, link: MemberLink) -> bool:
         return self.digest is None or (link.peer is not None and self.digest in link.peer.digests)
@@ -229,8 +237,10 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         attendance = round.attendance
         if self.per_member:
             cast("PerReader", sender).roll = attendance if attendance.tolerant else None
+        keeper = self.fleet.keeper if self.fleet is not None and round.target == MODEL else None
+        linger = round.budget.cleanup / 4
         summary = await stream_out(
-            SourcePass(feed, self.ranks, sender, linger=round.budget.cleanup / 4),
+            SourcePass(feed, self.ranks, sender, linger=linger, keeper=keeper),
             sender,
             plan=plan,
             readers=self.count_readers(round),
