@@ -66,6 +66,8 @@ async def _finish(round: Round, link: MemberLink, *, again: bool) -> None:
         # Fenced: the call may have come twice, and somebody taken over in between.
         await _ask(round, link, error, again=again)
     except AiosyncError as error:
+        if "incarnations" in error.detail:
+            raise  # one of two processes may have committed
         if error.code != AiosyncError.code or not link.supports("status"):
             link.outcome = "failed"
             raise

@@ -99,8 +99,7 @@ async def tell_to_abort(round: Round, link: MemberLink, reason: str) -> None:
     try:
         await link.call("abort_weight_update", reason[:500], header=round.header(link))
     except Fenced as error:
-        if error.detail.get("owner") not in (None, round.engine.owner):  # not just restarted
-            round.engine.cycle.fenced = error
+        _note_rival(round, error)
         raise
     link.phase, link.error = before
     _settle(round, link)
@@ -124,7 +123,7 @@ def _flip(round: Round, cause: BaseException) -> None:
     if round.sent_finish:
         engine.cycle.mixed = (round.target, round.version)
     if isinstance(cause, Fenced):
-        engine.cycle.fenced = cause
+        _note_rival(round, cause)
     untouched = all(link.untouched for link in round.links)  # a pause costs no channel
     reusable = untouched or (confirmed and engine.reusable_after_abort)
     usable = reusable and engine.source_side.healthy
@@ -135,6 +134,12 @@ def _flip(round: Round, cause: BaseException) -> None:
         weights=worst_weights(round),
         **round.facts(),
     )
+
+
+def _note_rival(round: Round, error: Fenced) -> None:
+    """Another trainer has the worker; one that belongs to nobody was just restarted."""
+    if error.detail.get("owner") not in (None, round.engine.owner):
+        round.engine.cycle.fenced = error
 
 
 def worst_weights(round: Round) -> Weights:

@@ -17,6 +17,7 @@ from aiosync.concurrency import check_ended, collapse, raise_ranked, uncancelled
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, PhaseTimeout, ProtocolMismatch, RemoteError
 from aiosync.foreign import stoppable
+from aiosync.incarnations import Incarnations
 from aiosync.replies import refuse_denial
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ class MemberLink:
         self.capabilities: Capabilities = STOCK
         self.peer: PeerState | None = None
         self.epoch = 0
-        self.known_incarnation: str | None = None
-        """The incarnation our init was answered by; another one means the worker restarted."""
+        self.incarnations = Incarnations()
         self.progress_at = time.monotonic()
         self.outcome = "pending"
         """Of the round: pending, aborted (confirmed), failed, committed, or unknown."""
@@ -73,6 +73,11 @@ class MemberLink:
         self.forget_round()
         self.outcome = "pending"
         self.progress_at = time.monotonic()
+
+    @property
+    def known_incarnation(self) -> str | None:
+        """The incarnation our init was answered by; another one means the worker restarted."""
+        return self.incarnations.initialised
 
     @property
     def restarted(self) -> bool:
@@ -120,11 +125,16 @@ class MemberLink:
                 self._size = await self.client.get_world_size()
 
     def note(self, peer: PeerState | None) -> None:
-        """Remember what a reply said about the peer."""
+        """Remember what a reply said about the peer.
+
+        Raises:
+            Refused: Two processes answer in turn.
+        """
         before = self.peer
         if peer is None or (before is not None and _is_older(peer, before)):
             return  # a heartbeat's answer may be overtaken by that of the call it runs beside
         self.peer = peer
+        self.incarnations.note(peer.incarnation)
         if before is None or _progress(before) != _progress(peer):
             self.progress_at = time.monotonic()
 
@@ -143,6 +153,7 @@ class MemberLink:
             # The fleet's name for the member wins over the client's own (a URL).
             error.replica = self.name
             error.locate(phase=_PHASE.get(method))
+            self.incarnations.explain(error, _PHASE.get(method, method))
             if isinstance(error, RemoteError) and error.weights and self.peer is not None:
                 self.peer = msgspec.structs.replace(self.peer, weights=error.weights)
             raise

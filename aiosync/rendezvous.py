@@ -148,7 +148,7 @@ async def initialise(
                 raise ProtocolMismatch(
                     "init's answer was not handed on: the client has to return it"
                 )
-            link.epoch, link.known_incarnation = peer.epoch, peer.incarnation
+            link.epoch, link.incarnations.initialised = peer.epoch, peer.incarnation
 
     await roll.call(roll.links, init, phase="init", linger=DEFAULTS.cleanup_s)
 

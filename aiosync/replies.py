@@ -212,10 +212,10 @@ def read_readiness(raw: RawReply, *, replica: str) -> Readiness:
 
 def read_error(raw: RawReply, *, replica: str, phase: str) -> AiosyncError:
     """The error a 4xx or 5xx reply reports, whoever wrote it."""
-    info = None
+    info, peer = None, None
     try:
         message = decode_json(raw.body, dict[str, Any], what="reply")
-        info = _error_of(message, raw.status)
+        info, peer = _error_of(message, raw.status), message.get("aiosync")
     except Validation:
         pass  # HTML of a proxy, text, nothing at all: shown as it is
     if info is None:
@@ -227,6 +227,8 @@ def read_error(raw: RawReply, *, replica: str, phase: str) -> AiosyncError:
         text += f" ({_TRUNCATED})"
     info = msgspec.structs.replace(info, message=text, status=raw.status)
     error = to_error(info, replica=replica, phase=phase)
+    if isinstance(peer, dict):  # whose word it is; that of a worker behind it is not
+        error.detail["incarnation"] = peer.get("incarnation")
     retry_after = raw.headers.get("retry-after")
     if retry_after is not None:
         error.detail["retry_after"] = retry_after

@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from aiosync import codec
-from aiosync.api_processes import claim_listeners
+from aiosync.api_processes import Claims
 from aiosync.asgi import ASGIApp
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, Unauthorized, Validation
@@ -36,6 +36,7 @@ __all__ = ["Response", "ServedEngine", "WeightUpdateService"]
 
 logger = logging.getLogger(__name__)
 _SHOWN = 200  # characters of a stranger's text
+_INIT = "/init_weight_transfer_engine"
 _DIGITS = 18  # of a length; enough to see that it is too large
 
 
@@ -66,6 +67,8 @@ class WeightUpdateService:
         self.name = name or str(getattr(engine, "name", "worker"))
         self._token = None if token is None else check_token(token)
         self._streams = EventStreams()
+        self._claims: Claims | None = None
+        """Of what the host listens on; None where nobody else can."""
         self._routes = Handlers(self.engine, self._streams, world_size=world_size).table
         own_routes = getattr(engine, "own_routes", None)
         if own_routes is not None:
@@ -86,6 +89,7 @@ class WeightUpdateService:
         """
         from aiosync.aiohttp_routes import routes_of  # here: only this needs a framework
 
+        self._be_hosted()
         return routes_of(self)
 
     def set_up(self, app: web.Application) -> None:
@@ -100,24 +104,31 @@ class WeightUpdateService:
         A mounted application is not told of the host's start and end: enter `hosted` in the
         host's lifespan.
         """
+        self._be_hosted()
         return ASGIApp(self)
+
+    def _be_hosted(self) -> Claims:
+        if self._claims is None:
+            self._claims = Claims()
+        return self._claims
 
     @asynccontextmanager
     async def hosted(self) -> AsyncIterator[Self]:
         """For the lifespan of a host that calls the service; leaving it awaits `stop`.
 
         Raises:
-            Refused: Another process serves the same listening socket (``--workers 2``): a round's
-                calls would reach now the one, now the other.
+            Refused: Another process serves the same address (``--workers 2``, ``SO_REUSEPORT``): a
+                round's calls would reach now the one, now the other. Where the host begins to
+                listen only later, requests are refused with this instead.
         """
-        claims = await claim_listeners()
+        claims = self._be_hosted()
         try:
+            await claims.hold()
             yield self
         finally:
             with anyio.CancelScope(shield=True):  # bounded: by what stop says
                 await self.stop()
-            for claim in claims:
-                claim.close()
+            claims.release()
 
     async def stop(self) -> None:
         """Give the open round up, end the event streams; takes a second or two. Idempotent.
@@ -125,6 +136,8 @@ class WeightUpdateService:
         The engine is left as it is, with the weights it had before the round.
         """
         await give_up(self.engine)
+        if self._claims is not None:
+            self._claims.release()
         self.close()
 
     def close(self) -> None:
@@ -160,6 +173,8 @@ class WeightUpdateService:
 
     async def _answer(self, path: str, request: Request) -> Response:
         try:
+            if self._claims is not None and path != "/health":
+                await self._claims.check(again=path == _INIT)
             answer = await self._routes[path].handler(request)
             if isinstance(answer, Response):
                 return answer

@@ -122,4 +122,6 @@ class DirectClient:
     def _reported(self, error: Exception) -> AiosyncError:
         info = error_info(error)
         weights = info.weights or self.engine.weights.value
-        return to_error(msgspec.structs.replace(info, weights=weights), replica=self.name)
+        reported = to_error(msgspec.structs.replace(info, weights=weights), replica=self.name)
+        reported.detail["incarnation"] = self.engine.peer_state().incarnation
+        return reported

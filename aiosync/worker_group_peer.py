@@ -187,7 +187,7 @@ class Rank:
         await self.call("init_weight_transfer_engine", init_info, header=header)
         if self.link.peer is not None:
             self.link.epoch = self.link.peer.epoch
-            self.link.known_incarnation = self.link.peer.incarnation
+            self.link.incarnations.initialised = self.link.peer.incarnation
 
     async def leave(self) -> None:
         """Free its channel."""
