@@ -263,10 +263,10 @@ async def test_plain_sender_given_up_inside_its_source(tmp_path, how):
         if how == "handle":
             task = asyncio.ensure_future(trainer.begin_update(version=1).wait())
         else:
-            options = {"timeout": 2.0} if how == "timeout" else {}
+            options = {"timeout": 1.5} if how == "timeout" else {}
             task = asyncio.ensure_future(trainer.send_weights(version=1, **options))
         await until(hold.reached)
-        loop.call_later(0.5, hold.released.set)
+        loop.call_later(2.0 if how == "timeout" else 0.5, hold.released.set)
         began = time.monotonic()
         if how == "native":
             task.cancel()

@@ -65,6 +65,11 @@ class Stream:
         for receiver in self.receivers:
             stack.callback(receiver.release)
         self.number = 0
+        self.awaited = None
+
+    def stop_after(self, at):
+        """The sender is told to stop once reader `at` is through: it would wait for others."""
+        self.awaited = at
 
     def round(self, tensors, targets, stay=None, *, step=7, plan=None, broken=lambda: None):
         """Send; what each side returned or raised: the sender first."""
@@ -78,6 +83,8 @@ class Stream:
                 results[at] = act()
             except Exception as error:
                 results[at] = error
+            if at - 1 == self.awaited:
+                self.sender.abort()
 
         def send():
             if stay is not None:
@@ -231,10 +238,8 @@ def test_a_reader_that_does_not_see_the_gpu_is_told_which(stack):
     ours = FakeMemory("gpu-a")
     ours.own(*tensors)
     stream = Stream(stack, memory=ours, views=[FakeMemory("gpu-b", ("gpu-b", "gpu-c"))])
-    stop = threading.Timer(1.0, stream.sender.abort)
-    stop.start()
+    stream.stop_after(0)
     sent, received = stream.round(tensors, [places_for(tensors)], tensors)
-    stop.cancel()
     assert isinstance(sent, TransportAborted)
     assert isinstance(received, Validation)
     assert "GPU gpu-a" in str(received)
@@ -344,7 +349,7 @@ def test_a_receiver_that_waits_can_be_told_to_stop(stack):
     stream.sender.order_after(Never())
     stream.memory.own(*tensors)
     threading.Timer(0.3, stream.receivers[0].abort).start()
-    threading.Timer(0.6, stream.sender.abort).start()
+    stream.stop_after(0)
     began = time.monotonic()
     _, received = stream.round(tensors, [places_for(tensors)], tensors)
     assert isinstance(received, TransportAborted)

@@ -456,11 +456,11 @@ async def test_a_request_that_never_ends_does_not_keep_the_worker_in_the_round()
     async with looped() as pair:
         async with pair.worker.generation.request():
             with pytest.raises(aiosync.PhaseTimeout) as caught:
-                await pair.trainer.send_weights(version=1, budget=Budget(total=0.5, cleanup=1))
+                await pair.trainer.send_weights(version=1, budget=Budget(total=2.5, cleanup=2))
             assert caught.value.phase == "finish"
             assert pair.worker.state is State.INITIALIZED
             assert pair.worker.weights == "intact"
-            async with asyncio.timeout(2), pair.worker.generation.request():
+            async with asyncio.timeout(5), pair.worker.generation.request():
                 pass  # new requests are let in again
         await pair.assert_next_round_works()
 

@@ -911,12 +911,16 @@ def test_a_silent_trainer_is_named(senders, receivers):
 def test_readers_that_wait_for_a_slow_one_are_kept_alive(senders, receivers):
     tensors = [torch.randn(1024) for _ in range(3)]
     sender = senders(buffer_nbytes=4096, buffers=1)
-    hold = threading.Event()
+    naps = iter([4.5])  # longer than the fast one waits for a trainer that says nothing
     slow = Thread(
-        receive, receivers(sender, "slow"), tensors, 4096, landed=lambda _: hold.wait(3.5)
+        receive,
+        receivers(sender, "slow"),
+        tensors,
+        4096,
+        landed=lambda _: time.sleep(next(naps, 0)),
     )
-    fast = Thread(receive, receivers(sender, "fast"), tensors, 4096, stall=3.0)
-    sender.open(plan_of(tensors, 4096), 2, round=1, stall=6.0)
+    fast = Thread(receive, receivers(sender, "fast"), tensors, 4096, stall=4.0)
+    sender.open(plan_of(tensors, 4096), 2, round=1, stall=6.0)  # it speaks up each third of that
     sender.write(list(enumerate(tensors)))
     sender.finish()
     slow.result()

@@ -484,8 +484,8 @@ async def test_a_put_that_hangs_does_not_keep_the_lane(how):
 async def test_a_put_is_limited():
     receiver = Elsewhere()
     receiver.hold["put"] = asyncio.Event()
-    async with relayed(receiver, timeout=0.2) as it:
-        with pytest.raises(PhaseTimeout, match=r"put of the receiver took longer than 0\.2 s"):
+    async with relayed(receiver, timeout=1) as it:
+        with pytest.raises(PhaseTimeout, match=r"put of the receiver took longer than 1 s"):
             await it.trainer.send_weights(version=1, budget=BUDGET)
         assert receiver.log[-1] == "abort"
 
