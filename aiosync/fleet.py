@@ -137,6 +137,11 @@ class FleetClient(KnowsFormerNames):
         """What the last round that counts has committed."""
         return self.roster.versions.version
 
+    @property
+    def held(self) -> dict[str, Version | None]:
+        """What every member said last that it holds whole, by name; also where they differ."""
+        return {name: standing.version for name, standing in self.roster.standings.items()}
+
     def add(self, member: Member | VLLMWeightSyncClient | str) -> Member:
         """Have a member take part from the next round on; until then it is ``joining``.
 

@@ -25,6 +25,7 @@ from aiosync.errors import (
     Unauthorized,
 )
 from aiosync.member_table import MemberState, MemberTrigger
+from aiosync.mixture import follow
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Health:
             for standing in standings:
                 if names is None or standing.name in names:
                     group.start_soon(self._probe, standing)
+        follow(self._fleet)
 
     async def _probe(self, standing: MemberStanding) -> None:
         began = time.monotonic()
@@ -141,6 +143,7 @@ class Health:
                     group.start_soon(one, standing)
         if failures:
             raise failures[0]
+        follow(self._fleet)
         if limit.cancelled_caught:
             each = "; ".join(f"{name}: {text}" for name, text in waiting.items())
             raise PhaseTimeout(
@@ -180,6 +183,7 @@ def judge(fleet: Roster, standing: MemberStanding, peers: list[PeerState | None]
     whole = all(peer is None or peer.weights == Weights.INTACT for peer in peers)
     holds = standing.version is not None and standing.version == fleet.versions.version
     state = standing.state
+    known = holds or None in peers or fleet.follows  # which looks at all of them together
     if fleet.driving:  # its round will say what it holds; only that it is back is news
         holds = False
         if not restarted and state is not MemberState.LOST:
@@ -188,7 +192,7 @@ def judge(fleet: Roster, standing: MemberStanding, peers: list[PeerState | None]
         standing.fire(MemberTrigger.COMMIT, version=standing.version and standing.version.wire)
     elif restarted or state is MemberState.LOST:
         standing.fire(MemberTrigger.JOIN)
-    elif state is MemberState.CURRENT and not (whole and (holds or None in peers)):
+    elif state is MemberState.CURRENT and not (whole and known):
         standing.fire(MemberTrigger.MISS, error="it does not hold the fleet's version whole")
 
 

@@ -23,6 +23,7 @@ from aiosync.driven_settling import settle
 from aiosync.errors import AiosyncError, RoundCancelled, Validation
 from aiosync.members import MemberLink, fan_out, links_of, opened
 from aiosync.messages import PROTOCOL, RoundHeader
+from aiosync.mixture import of_links
 from aiosync.rendezvous import owner_name
 from aiosync.report import Report
 from aiosync.round_options import NEXT
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from aiosync.round_options import Next
 
 _PAUSES: Final = (None, "keep", "wait", "abort")
+_DRIVEN: Final = "driven by its orchestrator; the trainer's report has bytes and digests"
 
 
 @final
@@ -85,6 +87,7 @@ class FleetRound:
         self._opened = opened(self._links)
         self._tasks = Supervisor()
         self._spent: dict[str, float] = {}
+        self._notes: list[str] = []
         self._began = time.monotonic()
         self._stop = anyio.CancelScope()
         self._over = anyio.Event()
@@ -123,6 +126,7 @@ class FleetRound:
         try:
             await fan_out(self._links, MemberLink.probe, phase="admit", linger=DEFAULTS.cleanup_s)
             self._members.check()
+            self._notes = list(filter(None, [of_links(self._links)]))
             self._ticket = self._made()
             await self._members.announce(self._ticket)
         except BaseException:
@@ -240,7 +244,7 @@ class FleetRound:
             seconds=dict(self._spent),
             pause_seconds=members.pause_seconds,
             members=members.outcomes(self._spent["total"]),
-            notes=["driven by its orchestrator; the trainer's report has bytes and digests"],
+            notes=[_DRIVEN, *self._notes],
         )
         if isinstance(cause, AiosyncError):
             cause.locate(report=self.report, round=self.ticket.round)

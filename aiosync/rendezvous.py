@@ -18,6 +18,7 @@ from aiosync.errors import AiosyncError, Busy, PhaseTimeout, ProtocolMismatch, V
 from aiosync.members import MemberLink, fan_out, opened, unanswered
 from aiosync.messages import PROTOCOL, RoundHeader
 from aiosync.metadata import first_few
+from aiosync.mixture import notice
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger
 
@@ -108,6 +109,7 @@ async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:
         await roll.call(roll.links, MemberLink.probe, phase="init", linger=DEFAULTS.cleanup_s)
         engine.links = roll.present
         answered += [link.member for link in roll.present]
+        notice(engine)
         engine.check_peers()
         await engine.host_rendezvous()
         check_policy(engine)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from aiosync.members import MemberLink
     from aiosync.policies import Policy
     from aiosync.snapshots import Keeper
+    from aiosync.version import Version
     from statemachines.hub import TransitionHub
 
 
@@ -34,6 +35,8 @@ class Roster:
         keeper: Takes a copy of what is sent, where the fleet is to keep one.
         catch_ups: Who brings members up between rounds, where somebody does.
         hub: Of the members' transitions.
+        followed: The version, where members said it and no round of this fleet's own.
+        mixed: Who held what, where members differed when such a fleet looked last.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class Roster:
         self.catch_ups: CatchUps | None = None
         self.hub = hub
         self._driving = 0
+        self.followed: Version | None = None
+        self.mixed: str | None = None
 
     @property
     def driving(self) -> int:
@@ -75,6 +80,11 @@ class Roster:
         """The members are needed: nobody is brought up beside that."""
         if self.catch_ups is not None:
             await self.catch_ups.give_way()
+
+    @property
+    def follows(self) -> bool:
+        """Whether its version is what members say: no round of its own has committed yet."""
+        return self.versions.version is None or self.versions.version is self.followed
 
     @property
     def tolerant(self) -> bool:

@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 @contextmanager
 def driving(round: Round) -> Iterator[None]:
     """While the round runs, its word on the members counts; then the fleet gets it."""
-    fleet = round.engine.fleet
+    fleet, cycle = round.engine.fleet, round.engine.cycle
     if fleet is None:
         yield
+        cycle.mixed = None
         return
     fleet.begins()
     try:
         yield
+        cycle.mixed = None  # all that take part hold the same again
     except BaseException as error:
         _settle(round, error)
         raise

@@ -42,6 +42,8 @@ class TrainerCycle:
         self.engine = engine
         self.mixed: tuple[Target, Version] | None = None
         """A version that some members may hold and others not: it may be sent again."""
+        self.found: str | None = None
+        """That members differed when this trainer met them; its next round's report says so."""
         self.fenced: Fenced | None = None
         """What a worker said that belongs to another trainer now; cleared by `initialize`."""
 
@@ -64,9 +66,14 @@ class TrainerCycle:
 
     async def ensure_initialized(self, round: Round) -> None:
         """Mend a failed or released engine, once, within the round's budget."""
+        if self.engine.state is not State.INITIALIZED:
+            await self._mend(round)
+        if self.found is not None:
+            round.notes.append(self.found)
+            self.found = None
+
+    async def _mend(self, round: Round) -> None:
         engine = self.engine
-        if engine.state is State.INITIALIZED:
-            return
         if self.fenced is not None:
             # Taking the worker back by itself would start a tug-of-war between two trainers.
             raise Fenced(
