@@ -120,13 +120,15 @@ class Admission:
         """The round, which has no turn yet; its version is the one it would have now.
 
         Args:
-            source_side: Where the tensors come from, if not from the engine's own source.
+            source_side: Where the tensors come from; None: from what the settings say.
 
         Raises:
             WrongLoop: No event loop runs here.
+            Validation: The settings' source is none.
         """
         _running_loop()
-        return Round(self._engine, self._resolve(settings), settings, source_side=source_side)
+        side = source_side or self._engine.source_side.of(settings)
+        return Round(self._engine, self._resolve(settings), settings, source_side=side)
 
     def join(self, round: Round) -> None:
         """Give `round` the slot, or a place in the queue if it may wait for its turn.

@@ -126,7 +126,7 @@ def _flip(round: Round, cause: BaseException) -> None:
         _note_rival(round, cause)
     untouched = all(link.untouched for link in round.links)  # a pause costs no channel
     reusable = untouched or (confirmed and engine.reusable_after_abort)
-    usable = reusable and engine.source_side.healthy
+    usable = reusable and round.source_side.healthy
     engine.machine.fire(
         Trigger.ABORT if usable else Trigger.FAIL,
         phase=round.phase,

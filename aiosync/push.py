@@ -274,4 +274,8 @@ def open_session(
             f"{type(engine).__name__} overrides send_weights: it takes its tensors from its source"
         )
     settings = RoundSettings.of("session", version, engine.round_defaults | options)
+    if settings.source is not None:
+        raise Validation(
+            "session takes no source=: what is sent is what comes; say metadata= instead"
+        )
     return PushSession(engine, settings, metadata=metadata)

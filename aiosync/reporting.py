@@ -48,7 +48,7 @@ def _left_out(round: Round, error: BaseException | None) -> list[str]:
         return [*round.feed.left_out, *members]
     if error is not None:
         return members  # an unread source may have to run a collective to answer, not on the loop
-    return [*(getattr(round.engine.source, "left_out", None) or ()), *members]
+    return [*(getattr(round.source_side.source, "left_out", None) or ()), *members]
 
 
 def _outcome(round: Round, error: BaseException | None) -> str:

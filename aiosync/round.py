@@ -64,10 +64,10 @@ class Round:
         version: Version,
         settings: RoundSettings,
         *,
-        source_side: SourceSide | None = None,
+        source_side: SourceSide,
     ) -> None:
         self.engine = engine
-        self.source_side = source_side or engine.source_side
+        self.source_side = source_side
         self.version = version
         self.settings = settings
         self.budget = settings.budget

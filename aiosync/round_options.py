@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aiosync.fleet import Member
+    from aiosync.sources import Source
 
 OnBusy = Literal["raise", "wait", "supersede"]
 Around: TypeAlias = Callable[["Member"], AbstractAsyncContextManager[Any]]
@@ -56,6 +57,9 @@ class RoundOptions(TypedDict, total=False):
         ticket: A `RoundTicket`, or its string: the round runs under its number, its version, its
             target and its deadline.
         target: What the round updates: `Model`, `Draft` or `Adapter`; each has its own version.
+        source: Where the tensors come from, if not from the engine's own source: what an engine
+            takes as its source. Every trainer rank gives one. The last one of each target is kept,
+            with its plan, until the engine is closed.
         pause: A `Pause`: generation of every member stands still meanwhile.
         around: Functions that take a `Member` and return an async context manager, which is
             entered once the member is paused and left before it goes on.
@@ -67,6 +71,7 @@ class RoundOptions(TypedDict, total=False):
     on_busy: OnBusy
     ticket: RoundTicket | str | None
     target: Target
+    source: Source | None
     pause: Pause | None
     around: Sequence[Around]
 
@@ -90,6 +95,7 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     on_busy: OnBusy = "raise"
     ticket: RoundTicket | None = None
     target: Target = MODEL
+    source: Any = None
     pause: Pause | None = None
     around: tuple[Around, ...] = ()
     total: float
@@ -116,8 +122,13 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
         return cls._made(version=version, **options)
 
     def inside(self, outer: Self) -> Self:
-        """Of a round inside another: its ticket and target are that one's, and so is a pause."""
+        """Of a round inside another: its ticket and target are that one's, and so is a pause.
+
+        So is its source, unless it has one of its own.
+        """
         changes: dict[str, Any] = {"target": outer.target}
+        if self.source is None:
+            changes["source"] = outer.source
         if self.ticket is None:
             changes["ticket"] = outer.ticket
         if outer.pause is not None or outer.around:

@@ -61,7 +61,7 @@ async def _lost_a_member(round: Round, error: AiosyncError) -> bool:
     engine = round.engine
     if engine.ranks.size > 1 or round.settings.ticket is not None:
         return False  # others count on this very round
-    if round.source_side is not engine.source_side:
+    if round.source_side.is_pushed:
         return False  # what was handed over once is gone
     if not isinstance(error, PeerLost | PhaseTimeout) or len(fleet.standings) == 1:
         return False

@@ -12,13 +12,16 @@ from aiosync.feed import SourceFeed
 from aiosync.iterator_source import IteratorSource
 from aiosync.lane_slot import LaneSlot
 from aiosync.push import PushSource
-from aiosync.sources import ModuleSource
+from aiosync.sources import ModuleSource, as_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aiosync.round_options import RoundSettings
     from transports.lane import LaneFactory, LaneLike
     from transports.planning import Plan
+
+_KEPT = 8  # targets whose own sources are remembered; each may hold a model's memory
 
 
 @final
@@ -32,6 +35,7 @@ class SourceSide:
         self._lane_slot = LaneSlot(f"{name}-source", lane_factory)
         self._feed: tuple[Any, SourceFeed] | None = None
         self._plan: tuple[SourceFeed, Plan] | None = None
+        self._given: dict[str, tuple[Any, SourceSide]] = {}
         self.agreed: SourceFeed | None = None
         """What all trainer ranks were last found to agree on."""
 
@@ -102,13 +106,39 @@ class SourceSide:
     @cached_property
     def pushed(self) -> SourceSide:
         """The same thread with a source that a caller pushes tensors into."""
+        return self._beside(PushSource(self.source))
+
+    @property
+    def is_pushed(self) -> bool:
+        """Whether what it yields is handed over once, and gone."""
+        return isinstance(self.source, PushSource)
+
+    def of(self, settings: RoundSettings) -> SourceSide:
+        """The side of a round: this one, or the same thread with the round's own source.
+
+        Raises:
+            Validation: ``source=`` is no source.
+        """
+        given, key = settings.source, settings.target.key
+        if given is None or given is self.source:
+            return self
+        known = self._given.pop(key, None)
+        if known is None or known[0] is not given:
+            try:
+                known = (given, self._beside(as_source(given)))
+            except TypeError as error:
+                raise Validation(f"source: {error}", phase="admit") from error
+        self._given[key] = known
+        while len(self._given) > _KEPT:
+            del self._given[next(iter(self._given))]
+        return known[1]
+
+    def _beside(self, source: Any) -> SourceSide:
         return SourceSide(
-            PushSource(self.source),
-            name=self._name,
-            rank=self._rank,
-            lane_factory=lambda _: self.lane,
+            source, name=self._name, rank=self._rank, lane_factory=lambda _: self.lane
         )
 
     def close(self) -> None:
         """Let the thread end once it is idle."""
+        self._given.clear()
         self._lane_slot.lane.close()  # it stays in the slot: nothing runs any more

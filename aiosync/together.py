@@ -46,7 +46,12 @@ async def agree(this: Round) -> None:
     def meet() -> list[Word]:
         mine = Word(
             at="admit",
-            facts={**facts_of(feed), "target": repr(this.target), "ticket": named},
+            facts={
+                **facts_of(feed),
+                "target": repr(this.target),
+                "ticket": named,
+                "source": "the engine's" if this.source_side is engine.source_side else "its own",
+            },
             holding=holding_of(feed, sends=engine.is_sender),
             version=this.version,
             follows=follows,
@@ -62,7 +67,7 @@ async def agree(this: Round) -> None:
         this.source_side.agreed = feed
         this.agreed = next((word.report for word in words if word.report is not None), None)
 
-    await engine.source_lane.run(on_lane, abort=ranks.abort, grace=this.source_grace)
+    await this.source_side.lane.run(on_lane, abort=ranks.abort, grace=this.source_grace)
 
 
 def _agree_on_version(this: Round, words: list[Word]) -> None:
@@ -124,7 +129,7 @@ async def take_part(this: Round) -> None:
     feed, _ = this.validated()
     engine = this.engine
     the_pass = SourcePass(feed, engine.ranks, None)
-    await pass_along(the_pass, grace=this.source_grace, lane=engine.source_lane)
+    await pass_along(the_pass, grace=this.source_grace, lane=this.source_side.lane)
     this.released.set()
     engine.machine.fire(Trigger.FINALIZE, **this.facts())
 
@@ -139,4 +144,4 @@ async def conclude(this: Round) -> None:
     def on_lane() -> None:
         this.agreed = ranks.conclude(mine)  # here: a cancellation must not lose it
 
-    await engine.source_lane.run(on_lane, abort=ranks.abort, grace=this.budget.cleanup / 2)
+    await this.source_side.lane.run(on_lane, abort=ranks.abort, grace=this.budget.cleanup / 2)

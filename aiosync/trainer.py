@@ -195,7 +195,7 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
             version: Label of the new weights; an int is its own order. Left out: the order after
                 the last one, or the ticket's version.
             options: `RoundOptions`: ``timeout``, ``budget``, ``rollback``, ``on_busy``, ``ticket``,
-                ``target``, ``pause``, ``around``.
+                ``target``, ``source``, ``pause``, ``around``.
 
         Raises:
             AiosyncError: One of its kinds, or the source's own exception; with ``.report``.

@@ -98,6 +98,8 @@ class TrainerCycle:
         def options() -> dict[str, Any]:  # at its turn: not before is the version settled
             settings = this.settings
             ticket = {} if settings.ticket is None else {"ticket": settings.ticket}
+            if settings.source is not None:
+                ticket["source"] = settings.source
             limits = {"budget": settings.budget, "rollback": settings.rollback}
             return {"version": this.version, **limits, **ticket}
 
@@ -113,6 +115,10 @@ class TrainerCycle:
         engine = self.engine
 
         async def body() -> None:
+            if this.settings.source is not None and "source" not in _accepted(bare, {"source": 0}):
+                raise Validation(
+                    f"send_weights of {type(engine).__name__} takes no source=", phase="admit"
+                )
             await self.ensure_initialized(this)
             engine.tickets.check(this.settings)
             engine.tickets.check_unused(this.settings.ticket)

@@ -116,13 +116,16 @@ async def test_source_raises_between_gathers_on_one_rank(me, tmp_path, losses):
 
 @pytest.mark.asyncio
 @pytest.mark.timeout(120)
-async def test_metadata_that_differs_on_one_rank_is_refused_before_anything_moves(tmp_path):
+@pytest.mark.parametrize(
+    ("odd", "text"), [("dtype", "metadata differs"), ("source", "source differs")]
+)
+async def test_what_differs_on_one_rank_is_refused_before_anything_moves(odd, text, tmp_path):
     async with replica(kind="ranks", seed=2) as worker:
         old = await worker.facts()
-        said = await train(2, tmp_path, worker, odd="dtype", me=1, rounds=1)
+        said = await train(2, tmp_path, worker, odd=odd, me=1, rounds=1)
         for rank in said:
             assert rank[0]["kind"] == "Validation"
-            assert "metadata" in rank[0]["error"]
+            assert text in rank[0]["error"]
             assert rank[0]["state"] == "initialized"
             assert "loss" in rank[1]
         assert (await worker.facts())["prints"] == old["prints"]

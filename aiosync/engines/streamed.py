@@ -247,7 +247,7 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
             round=round.number,
             stall=round.budget.stall,
             grace=round.source_grace,
-            lane=self.source_lane,
+            lane=round.source_side.lane,
             prepare=partial(self.before_transmit, sender, feed),
         )
         for link in round.present:

@@ -137,6 +137,8 @@ async def one_round(engine, source, options, loop) -> None:  # type: ignore[no-u
     what = {} if options.next else {"version": options.version}
     if options.ticket:
         what = {"ticket": await a_ticket(engine, options)}
+    if options.odd == "source" and options.rank == options.me:
+        what["source"] = ModuleSource(source.module)
     sending = asyncio.ensure_future(engine.send_weights(**what, budget=budget))
     if options.fault == "cancel" and source.rank == source.me:
         source.on_hold = lambda: (loop.call_soon_threadsafe(sending.cancel), time.sleep(0.05))
@@ -175,7 +177,7 @@ async def main() -> None:
     parser.add_argument("--fault")
     parser.add_argument("--me", type=int, default=-1)
     parser.add_argument("--at", type=int, default=-1)
-    parser.add_argument("--odd", help="what differs on the rank --me: dtype or shape")
+    parser.add_argument("--odd", help="what differs on the rank --me: dtype or source")
     parser.add_argument("--next", help="leave the version out")
     parser.add_argument("--again", help="give the ticket of the first round again")
     parser.add_argument("--ticket", help="same; or what rank --me gets: other, stale")
