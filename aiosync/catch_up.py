@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from statemachines.events import Transition
 
 _WAITING = (MemberState.JOINING, MemberState.STALE)
-_WAY_S = DEFAULTS.cleanup_s / 2  # what a round waits for a member to be let go
+WAY_S = DEFAULTS.cleanup_s / 2  # what a round waits for a member to be let go
 
 
 @final
@@ -140,7 +140,7 @@ class CatchUps:
         attempt = self._attempt
         if attempt is not None:
             attempt.scope.cancel()
-            with anyio.move_on_after(_WAY_S):
+            with anyio.move_on_after(WAY_S):
                 await attempt.over.wait()
 
     async def run_once(self) -> None:

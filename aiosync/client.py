@@ -26,7 +26,7 @@ from aiosync.client_protocol import (
 from aiosync.codec import encode_json
 from aiosync.connections import Connections, Endpoint
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import Validation
+from aiosync.errors import Refused, Validation
 from aiosync.former_names import KnowsFormerNames
 from aiosync.ipc_handles import with_pickled_handles
 from aiosync.replies import read_readiness, read_reply
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import aiohttp
 
     from aiosync.connections import Wire
+    from aiosync.copy_order import Reach
     from aiosync.messages import RoundHeader
     from aiosync.replies import RawReply
 
@@ -124,6 +125,16 @@ class HTTPVLLMWeightSyncClient(ControlCalls, DrivingCalls, KnowsFormerNames):
         return self._connections.endpoint.name
 
     base_url = name
+
+    async def reach(self) -> Reach:
+        """URL and token, for another process that is to reach the server.
+
+        Raises:
+            Refused: They are not all that it takes: a session or headers were given, or Ray.
+        """
+        if not isinstance(self._connections, Connections):
+            raise Refused(f"{self.name} is no URL that another process can reach")
+        return await self._connections.reach()
 
     def __repr__(self) -> str:
         return f"<HTTPVLLMWeightSyncClient {self.name} {self._connections!r}>"

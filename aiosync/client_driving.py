@@ -1,4 +1,4 @@
-"""A driver's calls to a worker: announce a round, follow it, decide."""
+"""A driver's calls to a worker: announce a round, follow it, decide; and a fleet's, for a copy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from aiosync.client_protocol import Reply
+    from aiosync.copy_order import CopyOrder
+    from aiosync.messages import RoundHeader
     from aiosync.ticket import RoundTicket
 
 
@@ -41,6 +43,19 @@ class DrivingCalls:
         """End the ticket's round, and refuse it from now on. May be repeated."""
         body = {"id": id, "reason": reason}
         return await self._do("round_ticket/cancel", "abort", body, None, timeout)
+
+    async def send_copy(
+        self, order: CopyOrder, *, header: RoundHeader, timeout: float | None = None
+    ) -> Reply:
+        """Have the worker send its model to another one; returns once that has committed it."""
+        body: dict[str, Any] = {"order": order}
+        return await self._do("send_weights", "copy", body, header, timeout)
+
+    async def cancel_copy(
+        self, id: str, *, header: RoundHeader, timeout: float | None = None
+    ) -> Reply:
+        """End such a copy; returns once its receiver was let go."""
+        return await self._do("send_weights/cancel", "copy", {"id": id}, header, timeout)
 
     async def ticket_state(
         self,

@@ -13,12 +13,14 @@ import anyio
 import msgspec
 
 from aiosync.codec import JSON, decode_json
+from aiosync.copy_order import Reach
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import (
     AiosyncError,
     PeerLost,
     PhaseTimeout,
     ProtocolMismatch,
+    Refused,
     RemoteError,
     Validation,
 )
@@ -135,6 +137,14 @@ class Connections:
 
     def __repr__(self) -> str:
         return f"users={sum(scope.users for scope in self._scopes.values())}"
+
+    async def reach(self) -> Reach:
+        """See `HTTPVLLMWeightSyncClient.reach`."""
+        if self._given is not None or self._headers:
+            how = "a session or headers of its own"
+            raise Refused(f"{self.endpoint.name} is reached through {how}")
+        token = await load_token(self._token, self._token_file)
+        return Reach(url=self.endpoint.name, token=token)
 
     async def open(self) -> None:
         """Keep the session of this event loop until `close`; may be nested."""

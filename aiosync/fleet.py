@@ -12,6 +12,7 @@ from aiosync.errors import Validation
 from aiosync.fleet_health import Health
 from aiosync.fleet_round import FleetRound
 from aiosync.former_names import KnowsFormerNames
+from aiosync.from_peer import FromPeer
 from aiosync.member import Member
 from aiosync.member_table import MemberState
 from aiosync.members import MemberLink, fan_out, links_of, own_info
@@ -49,7 +50,7 @@ class FleetClient(KnowsFormerNames):
             member, such as ``ipc``.
         catch_up: How a member that joins or missed a round gets the version: with the
             ``"next_round"``, or before that, between rounds while the fleet is entered, from a
-            ``"snapshot"``.
+            ``"snapshot"`` or from a ``"peer"``: a member that holds it.
         snapshot: Where the committed version is found then: ``"keep"`` (the fleet keeps two copies
             of the model in host memory, and copies each round's tensors on their way); a source,
             or a path to a safetensors file or a folder of them, that is brought up to date before
@@ -112,6 +113,8 @@ class FleetClient(KnowsFormerNames):
             keeper = Keeper() if self.snapshot == KEEP else None
             way = FromSnapshot(self.snapshot, keeper)
             self.roster.keeper, self.roster.catch_ups = keeper, CatchUps(self.roster, way)
+        elif self.catch_up == "peer":
+            self.roster.catch_ups = CatchUps(self.roster, FromPeer(self.roster))
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("policy", "catch_up", "snapshot", "retry_without_lost", "patience")
@@ -283,11 +286,6 @@ class FleetClient(KnowsFormerNames):
 def _check_catch_up(catch_up: Any, snapshot: Any) -> None:
     if catch_up not in _CATCH_UP:
         raise Validation(f"catch_up must be one of {', '.join(_CATCH_UP)}, not {catch_up!r}")
-    if catch_up == "peer":
-        raise Validation(
-            "catch_up='peer' is not available: workers have no sending side",
-            next_step="use catch_up='snapshot'",
-        )
     if catch_up == "snapshot":
         from aiosync.snapshots import check_snapshot  # here: it needs torch
 

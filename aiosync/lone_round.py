@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import anyio
 
@@ -22,17 +22,29 @@ if TYPE_CHECKING:
     from aiosync.member import Member, MemberStanding
     from aiosync.messages import PeerState
     from aiosync.trainer import TrainerWeightTransferEngine
+    from aiosync.version import Version
     from statemachines.gates import GateContext
 
 _NOT_AT_WORK = (State.IDLE, State.FAILED)
 
 
 @final
-class _Alone:
+class Alone:
     """A client that is a fleet of one; whoever asked keeps the books."""
 
     def __init__(self, member: Member) -> None:
         self.members = (member,)
+
+
+class Sent(Protocol):
+    """What is delivered: the version, the digests of its bytes and of its announcement."""
+
+    @property
+    def version(self) -> Version: ...
+    @property
+    def digest(self) -> str | None: ...
+    @property
+    def wire_digest(self) -> str | None: ...
 
 
 async def bring_up(
@@ -54,15 +66,25 @@ async def bring_up(
     if holds(peers, goal):
         arrived(peers)
         return
-    engine = goal.engine.sibling(client=_Alone(standing.member), source=await source())
-    engine.gate(Trigger.START, partial(_same_tensors, engine, goal))
-    engine.gate(Trigger.COMPLETE, partial(_same_bytes, engine, goal))
+    engine = goal.engine.sibling(client=Alone(standing.member), source=await source())
+    standing.guest = engine.owner  # from the first call on it may be no longer the fleet's
     async with engine:
-        standing.guest = engine.owner  # from the first call on it may be no longer the fleet's
-        await engine.initialize(timeout=DEFAULTS.join_s)
-        limits = Budget(admit=DEFAULTS.join_s)
-        await engine.send_weights(version=goal.version, rollback=True, budget=limits)
+        await deliver(engine, goal)
         arrived([link.peer for link in engine.links])
+
+
+async def deliver(engine: TrainerWeightTransferEngine[Any], what: Sent) -> None:
+    """Send `what` to the members of `engine`, which is new; they commit nothing else.
+
+    Raises:
+        GateRejected: The engine's source has other tensors, or other bytes.
+        Exception: What ended the round.
+    """
+    engine.gate(Trigger.START, partial(_same_tensors, engine, what))
+    engine.gate(Trigger.COMPLETE, partial(_same_bytes, engine, what))
+    await engine.initialize(timeout=DEFAULTS.join_s)
+    limits = Budget(admit=DEFAULTS.join_s)
+    await engine.send_weights(version=what.version, rollback=True, budget=limits)
 
 
 async def look(standing: MemberStanding, goal: Goal) -> list[PeerState]:
@@ -102,10 +124,10 @@ def holds(peers: Sequence[PeerState], goal: Goal) -> bool:
 
 
 def _same_tensors(
-    engine: TrainerWeightTransferEngine[Any], goal: Goal, context: GateContext
+    engine: TrainerWeightTransferEngine[Any], what: Sent, context: GateContext
 ) -> None:
     feed = engine.admission.current.feed if engine.admission.current else None
-    if feed is None or feed.wire_digest != goal.wire_digest:
+    if feed is None or feed.wire_digest != what.wire_digest:
         raise GateRejected(
             "the copy has other names, dtypes or shapes than what was sent, or another order",
             phase="start",
@@ -113,11 +135,11 @@ def _same_tensors(
     del context
 
 
-def _same_bytes(engine: TrainerWeightTransferEngine[Any], goal: Goal, context: GateContext) -> None:
+def _same_bytes(engine: TrainerWeightTransferEngine[Any], what: Sent, context: GateContext) -> None:
     this = engine.admission.current
     digest = None if this is None or this.summary is None else this.summary.digest
-    if digest != goal.digest:
+    if digest != what.digest:
         raise GateRejected(
-            f"the copy is not version {goal.version.wire!r}: its bytes differ", phase="finish"
+            f"the copy is not version {what.version.wire!r}: its bytes differ", phase="finish"
         )
     del context

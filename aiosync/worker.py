@@ -27,6 +27,7 @@ from aiosync.sinks import build_sink, check_model, first_weights, sink_name
 from aiosync.watchable import Watchable
 from aiosync.weight_targets import MODEL
 from aiosync.worker_controls import Controls
+from aiosync.worker_copies import Copies, SendsCopies, copy_routes
 from aiosync.worker_cycle import WorkerCycle
 from aiosync.worker_pausing import Pausing
 from aiosync.worker_state import describe
@@ -65,7 +66,7 @@ _STEPS = {
 }
 
 
-class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Update]):
+class WeightTransferEngine(Watchable, Controls, Targets, SendsCopies, ABC, Generic[Init, Update]):
     """Takes weights into a model, on one worker rank.
 
     Cancelling a call leaves the work to the round's session; `abort_weight_update` and the lease
@@ -146,6 +147,7 @@ class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Upda
         self._lane_slot = LaneSlot(f"{self.name}-lane", lane_factory)
         self._sinks: dict[int, Sink] = {}
         self.pausing = Pausing(self)
+        self.copies = Copies(self)
         if self._weights[MODEL.key] is not Weights.INTACT:
             self.pausing.judge()
 
@@ -287,8 +289,8 @@ class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Upda
         self.cycle.touch(header)
 
     def own_routes(self) -> dict[str, Route]:
-        """What `serve` answers beside vLLM's routes: the tickets of a round's driver."""
-        return driven_routes(self.cycle)
+        """What `serve` answers beside vLLM's routes: a round's driver, copies to other workers."""
+        return driven_routes(self.cycle) | copy_routes(self.copies)
 
     def peer_state(self) -> PeerState:
         """What every reply carries."""

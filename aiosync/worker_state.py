@@ -34,6 +34,8 @@ def describe(engine: WeightTransferEngine[Any, Any]) -> PeerState:
         features.append("draft")
     if engine.one_update:
         features.append("one_update")
+    if engine.sends_copies:
+        features.append("copies")
     if engine.supports_adapters:
         features.append("adapters")
     return PeerState(

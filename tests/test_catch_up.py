@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 
+import anyio
 import pytest
 import torch
 from fleets import fleet
@@ -16,17 +17,24 @@ from aiosync import State
 KEEP = {"catch_up": "snapshot", "snapshot": "keep"}
 
 
-async def current(it, *names, seconds=10):
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """No member is given up because this machine is slow."""
+    monkeypatch.setattr("aiosync.lone_round.DEFAULTS", type(aiosync.DEFAULTS)(join_s=30.0))
+
+
+async def current(it, *names, seconds=30):
     """Wait until these are current, and hold the version under the name that the others have."""
-    async with asyncio.timeout(seconds):
+    with anyio.move_on_after(seconds):
         while not {*names} <= it.routable():
             await asyncio.sleep(0.01)
+    assert {*names} <= it.routable(), [s.error for s in it.client.roster.standings.values()]
     ids = {worker.generation.weights.weights_id for n, worker in it.workers.items() if n in names}
     ids.add(it.workers["w0"].generation.weights.weights_id)
     assert len(ids) == 1
 
 
-async def fell_back(it, name, seconds=10):
+async def fell_back(it, name, seconds=30):
     async with asyncio.timeout(seconds):
         async for transition in it.client.subscribe(since=0):
             if (transition.engine, transition.trigger) == (name, "fall_back"):
@@ -115,7 +123,8 @@ async def test_a_failed_round_leaves_the_kept_version_as_it_was():
 
 
 @pytest.mark.asyncio
-async def test_a_round_that_begins_meanwhile_takes_the_member_along():
+async def test_a_round_that_begins_meanwhile_takes_the_member_along(monkeypatch):
+    monkeypatch.setattr("aiosync.catch_up.WAY_S", 10.0)  # however slow this machine is
     async with fleet(1, **KEEP) as it, it.client:
         await it.send(version=1)
         client = await it.worker("w9")
@@ -127,7 +136,7 @@ async def test_a_round_that_begins_meanwhile_takes_the_member_along():
 
         it.faults["w9", "update_weights"] = hang
         it.client.add(aiosync.Member("w9", client))
-        await asyncio.wait_for(reached.wait(), 10)
+        await asyncio.wait_for(reached.wait(), 30)
         it.faults.clear()
         report = await it.send(version=2)
         assert [member.outcome for member in report.members] == ["committed", "committed"]
@@ -137,7 +146,8 @@ async def test_a_round_that_begins_meanwhile_takes_the_member_along():
 
 
 @pytest.mark.asyncio
-async def test_one_that_does_not_let_go_in_time_joins_at_the_round_after():
+async def test_one_that_does_not_let_go_in_time_joins_at_the_round_after(monkeypatch):
+    monkeypatch.setattr("aiosync.catch_up.WAY_S", 0.05)
     async with fleet(1, **KEEP) as it, it.client:
         await it.send(version=1)
         client = await it.worker("w9")
@@ -157,7 +167,7 @@ async def test_one_that_does_not_let_go_in_time_joins_at_the_round_after():
         it.faults["w9", "abort_weight_update"] = hang
         it.faults["w9", "shutdown"] = hang
         it.client.add(aiosync.Member("w9", client))
-        await asyncio.wait_for(reached.wait(), 10)
+        await asyncio.wait_for(reached.wait(), 30)
         report = await it.send(version=2)
         assert [member.name for member in report.members] == ["w0"]
         assert report.left_out == ["w9"]
@@ -221,13 +231,13 @@ async def test_leaving_and_closing_end_it():
         it.faults["w9", "update_weights"] = hang
         async with it.client:
             it.client.add(aiosync.Member("w9", client))
-            await asyncio.wait_for(reached.wait(), 10)
+            await asyncio.wait_for(reached.wait(), 30)
             it.client.remove("w9")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await it.workers["w9"].wait_for(State.IDLE)
             reached.clear()
             it.client.add(aiosync.Member("w9", client))
-            await asyncio.wait_for(reached.wait(), 10)
+            await asyncio.wait_for(reached.wait(), 30)
         assert it.workers["w9"].state is State.IDLE
         assert it.workers["w9"].version is None
         assert "fleet-catch-up" not in {task.get_name() for task in asyncio.all_tasks()}
@@ -316,7 +326,6 @@ async def test_a_checkpoint_that_does_not_fit_is_refused_by_name(content, said, 
         ({"catch_up": "snapshot", "snapshot": 7}, "no source"),
         ({"snapshot": "keep"}, "is for catch_up='snapshot'"),
         ({"catch_up": "sometimes"}, "must be one of"),
-        ({"catch_up": "peer"}, "not available"),
     ],
 )
 def test_what_cannot_be_done_to_catch_up_is_said(options, said):

@@ -32,6 +32,7 @@ from transports.lane import Lane
 from transports.rendezvous import Meeting, StoreHost
 
 if TYPE_CHECKING:
+    from aiosync.copy_order import CopyOrder
     from aiosync.members import MemberLink
     from transports.lane import LaneFactory
     from transports.stream import Receiver, Sender
@@ -130,7 +131,7 @@ class GlooTrainerWeightTransferEngine(StreamedTrainerEngine[GlooTrainerInitInfo]
             lineage=self.lineage,
             name=f"{self.name}-catch-up",
             recover="manual",
-        ).like(self)
+        ).checking(self.digest)
 
     async def host_rendezvous(self) -> None:
         if not self.is_sender:
@@ -192,6 +193,7 @@ class GlooWeightTransferEngine(StreamedWorkerEngine[GlooWeightTransferInitInfo])
 
     init_info_cls = GlooWeightTransferInitInfo
     reusable_after_abort = False
+    sends_copies = True
 
     _group: GlooGroup | None = None
 
@@ -218,6 +220,18 @@ class GlooWeightTransferEngine(StreamedWorkerEngine[GlooWeightTransferInitInfo])
             raise
         self._group = group
         super().init_transfer_engine(init_info)
+
+    def sending_side(self, client: Any, order: CopyOrder) -> GlooTrainerWeightTransferEngine:
+        engine = GlooTrainerWeightTransferEngine(
+            client=client,
+            source=self.held_source(order),
+            buffer_size_bytes=order.buffer_size_bytes,
+            lane_factory=self._lane_factory,
+            lineage=order.version.lineage,
+            name=f"{self.name}-copy",
+            recover="manual",
+        )
+        return engine.checking(order.digest_kind)
 
     def open_receiver(self, init_info: GlooWeightTransferInitInfo) -> Receiver:
         assert self._group is not None  # joined right before

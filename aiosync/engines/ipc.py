@@ -31,7 +31,7 @@ from aiosync.engines.streamed import (
     StreamedWorkerEngine,
     StreamUpdateInfo,
 )
-from aiosync.errors import Validation
+from aiosync.errors import Refused, Validation
 from transports.cuda import mark_current
 from transports.device_receiver import DeviceReceiver
 from transports.device_sender import DeviceSender
@@ -43,6 +43,7 @@ from transports.tuple_sender import TupleSender
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aiosync.copy_order import CopyOrder
     from aiosync.feed import SourceFeed
     from aiosync.members import MemberLink
     from aiosync.messages import PeerState
@@ -161,7 +162,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
             lineage=self.lineage,
             name=f"{self.name}-catch-up",
             recover="manual",
-        ).like(self)
+        ).checking(self.digest)
 
     def check_peers(self) -> None:
         self._is_stock = ipc_stock.are_stock(self.links)
@@ -306,6 +307,25 @@ class IPCWeightTransferEngine(StreamedWorkerEngine[IPCWeightTransferInitInfo]):
     ) -> None:
         device, self.gpu = own_device(device)
         super().__init__(config, vllm_config, device, model, **options)
+
+    @property
+    def sends_copies(self) -> bool:  # type: ignore[override]
+        """Models on GPUs stay where they are."""
+        return self.gpu is None
+
+    def sending_side(self, client: Any, order: CopyOrder) -> IPCTrainerWeightTransferEngine:
+        if self.gpu is not None:
+            raise Refused(f"{self.name} has its model on a GPU", replica=self.name)
+        engine = IPCTrainerWeightTransferEngine(
+            client=client,
+            source=self.held_source(order),
+            packed=True,
+            packed_buffer_size_bytes=order.buffer_size_bytes,
+            lineage=order.version.lineage,
+            name=f"{self.name}-copy",
+            recover="manual",
+        )
+        return engine.checking(order.digest_kind)
 
     def peer_state(self) -> PeerState:
         state = super().peer_state()

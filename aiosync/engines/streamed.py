@@ -16,7 +16,8 @@ import msgspec
 
 from aiosync.config import WeightTransferUpdateInfo
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import ProtocolMismatch, Validation
+from aiosync.errors import ProtocolMismatch, Refused, Validation
+from aiosync.held_source import ByName, HeldSource
 from aiosync.memory_plan import held_bytes, summarise
 from aiosync.metadata import from_wire, metadata_digest, sizes_of, to_wire
 from aiosync.source_pass import SourcePass
@@ -31,6 +32,7 @@ from transports.segments import available_memory
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aiosync.copy_order import CopyOrder
     from aiosync.feed import SourceFeed
     from aiosync.members import MemberLink
     from aiosync.memory_plan import PlanSummary
@@ -189,9 +191,9 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         # Best first; without a common one (or with verify="counts") completeness is checked.
         self.digest = next((kind for kind in self.digests if kind in offered), None)
 
-    def like(self, other: Self) -> Self:
-        """This engine, checking what `other` checks: equal bytes then have equal digests."""
-        self.digests = () if other.digest is None else (other.digest,)
+    def checking(self, digest: str | None) -> Self:
+        """This engine, with digests of that kind alone, or with none."""
+        self.digests = () if digest is None else (digest,)
         return self
 
     def fits(self, link: MemberLink) -> bool:
@@ -281,6 +283,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     _limit = DEFAULTS.buffer_bytes
     _bytes_before = 0
     _known: tuple[str, list[ParamMeta], Plan] | None = None
+    _taken: tuple[str, list[ParamMeta], dict[str, str]] | None = None
     _verified: int | None = None  # the round whose tensors are all there, and right
 
     @abstractmethod
@@ -320,7 +323,22 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
             prepare=partial(self.begin_sink, sink, metadata, plan, update_info),
         )
         self.received_digest = summary.digest
+        if self.cycle.aim == MODEL:
+            self._taken = (update_info.metadata_digest, metadata, dict(update_info.aliases))
         self._verified = update_info.round
+
+    def held_source(self, order: CopyOrder) -> HeldSource:
+        """The model's tensors as they were announced when they came.
+
+        Raises:
+            Refused: They were announced otherwise, or nothing has come.
+        """
+        taken = self._taken
+        if taken is None or taken[0] != order.wire_digest:
+            text = "what it took last was announced otherwise than what the fleet has"
+            raise Refused(f"{self.name}: {text}", replica=self.name)
+        _, metadata, aliases = taken
+        return HeldSource(metadata, ByName(self.model, aliases), aliases=aliases)
 
     def begin_sink(
         self, sink: Sink, metadata: list[ParamMeta], plan: Plan, info: StreamUpdateInfo

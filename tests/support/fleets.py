@@ -30,17 +30,20 @@ class Fleet:
         self.trainer: Any = None
         self._stack = AsyncExitStack()
         self.backend = "ipc"
+        self.sink: Any = "staged"
+        self.served: Callable[[Fleet, str], Any] | None = None
+        """Makes the client of a worker, instead of a `DirectClient`."""
 
-    async def worker(self, name: str) -> DirectClient:
+    async def worker(self, name: str) -> Any:
         """A worker of this name; a second one of the same name is the first one, restarted."""
         copy = models.make("small", 2 + len(self.workers))
-        config = aiosync.WeightTransferConfig(self.backend)
+        config = aiosync.WeightTransferConfig(self.backend, sink=self.sink)
         engine = aiosync.WeightTransferEngineFactory.create_engine(
             config, None, torch.device("cpu"), copy, name=name
         )
         await self._stack.enter_async_context(engine)
         self.workers[name], self.copies[name] = engine, copy
-        return self.client_of(name)
+        return self.client_of(name) if self.served is None else await self.served(self, name)
 
     def client_of(self, name: str) -> DirectClient:
         async def before(method: str) -> None:
@@ -87,10 +90,18 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(count: int, *, backend: str = "ipc", init: bool = True, **options: Any):
+async def fleet(
+    count: int,
+    *,
+    backend: str = "ipc",
+    init: bool = True,
+    sink: Any = "staged",
+    served: Callable[[Fleet, str], Any] | None = None,
+    **options: Any,
+):
     """`options` are the fleet client's."""
     it = Fleet()
-    it.backend = backend
+    it.backend, it.sink, it.served = backend, sink, served
     async with it._stack:
         members = [
             aiosync.Member(name, await it.worker(name)) for name in (f"w{n}" for n in range(count))
