@@ -127,6 +127,7 @@ if TYPE_CHECKING:
     from aiosync.sinks import make_sink as make_sink
     from aiosync.sources import ModuleSource as ModuleSource
     from aiosync.sources import WeightSource as WeightSource
+    from aiosync.staging import StagingPlace as StagingPlace
     from aiosync.ticket import RoundTicket as RoundTicket
     from aiosync.trainer import TrainerWeightTransferEngine as TrainerWeightTransferEngine
     from aiosync.version import Version as Version
@@ -223,6 +224,7 @@ _LAZY = {
     "RoundRecord": "aiosync.offers",
     "RoundTicket": "aiosync.ticket",
     "RoundHeader": "aiosync.messages",
+    "StagingPlace": "aiosync.staging",
     "RoundProgress": "aiosync.handle",
     "ServedEngine": "aiosync.routes",
     "Server": "aiosync.server",

@@ -98,7 +98,7 @@ class Attendance:
 
     def missing(self, present: Sequence[str]) -> list[str]:
         there = [self._link_of(reader) for reader in present]
-        return [link.name for link in self.present if there.count(link) < link.world_size]
+        return [link.name for link in self.present if there.count(link) < link.readers]
 
     def _link_of(self, reader: str) -> MemberLink | None:
         fits = [x for x in self.links if reader == x.name or reader.startswith(f"{x.name}/")]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiosync.budget import check_seconds
 from aiosync.errors import Validation
+from aiosync.staging import check_staging
 from statemachines.hub import TransitionHub
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class WeightTransferConfig:
         marker: File that exists while the weights are torn, on a local disk: a worker whose
             process died in the middle of a swap begins as torn, not silently mixed. Looked for
             when the engine is made. For a `Sink` or a factory, give it to the sink itself.
+        staging: Whose memory ``sink="staged"`` receives into: ``"private"``, the rank's own, or
+            ``"shared_host"``, one copy for all ranks of a `WorkerGroup`, which are processes of
+            one host. For backends that receive into the host's memory (``ipc``, ``gloo``).
     """
 
     backend: str = "nccl"
@@ -53,6 +57,7 @@ class WeightTransferConfig:
     verify: str = "digest"
     lease_s: float | None = None
     marker: str | Path | None = None
+    staging: str = "private"
 
     def __post_init__(self) -> None:
         check_worker_config(self)
@@ -75,6 +80,7 @@ def check_worker_config(config: Any) -> None:
         )
     if getattr(config, "marker", None) is not None and not by_name:
         raise Validation("give the marker to the sink itself: config.sink is not a mode")
+    check_staging(config)
     if verify not in VERIFY:
         raise Validation(f"verify must be one of {', '.join(VERIFY)}, not {verify!r}")
     lease_s = getattr(config, "lease_s", None)

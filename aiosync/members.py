@@ -98,8 +98,14 @@ class MemberLink:
 
     @property
     def world_size(self) -> int:
-        """Worker ranks behind this server: each is a reader of its own."""
+        """Worker ranks behind this server."""
         return self.peer.world_size if self.peer is not None else self._size
+
+    @property
+    def readers(self) -> int:
+        """How many of those take the bytes: ranks that share their staging receive them once."""
+        said = None if self.peer is None else self.peer.detail.get("readers")
+        return said if type(said) is int and 0 < said <= self.world_size else self.world_size
 
     def has_verified(self, round: int) -> bool:
         """Whether its last answer says that all of the round is there, and right."""
@@ -204,9 +210,9 @@ def fleet_of(client: Any) -> Any:
     return getattr(client, "roster", None)
 
 
-def ranks_before(link: MemberLink, links: Sequence[MemberLink]) -> int:
-    """Worker ranks of the servers that come before `link`."""
-    return sum(other.world_size for other in links[: links.index(link)])
+def readers_before(link: MemberLink, links: Sequence[MemberLink]) -> int:
+    """Readers behind the servers that come before `link`."""
+    return sum(other.readers for other in links[: links.index(link)])
 
 
 def own_info(
@@ -219,7 +225,7 @@ def own_info(
     offset = init_info.get("rank_offset")
     if isinstance(offset, bool) or not isinstance(offset, int):
         return init_info
-    return {**init_info, "rank_offset": offset + ranks_before(link, links)}
+    return {**init_info, "rank_offset": offset + readers_before(link, links)}
 
 
 @final

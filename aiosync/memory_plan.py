@@ -11,6 +11,7 @@ from aiosync.errors import Refused
 if TYPE_CHECKING:
     from aiosync.members import MemberLink
     from transports.planning import Plan
+    from transports.stream import StreamSummary
 
 _SPARE = {"staged": 1.0, "in_place": 0.0}
 
@@ -24,7 +25,8 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
         chunks: Pieces the payload is cut into.
         digest: Of the plan: equal wherever the same bytes are cut in the same way.
         trainer_bytes: Memory the trainer's side of the channel holds.
-        worker_bytes: Spare memory by member; None where its sink does not say.
+        worker_bytes: Spare memory by member, of all its ranks; None where its sink does not say.
+        shared_staging: Members whose ranks share their spare memory: it is counted once.
     """
 
     tensors: int
@@ -33,6 +35,7 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     trainer_bytes: int
     worker_bytes: dict[str, int | None]
+    shared_staging: list[str] = []
 
 
 def held_bytes(plan: Plan, buffers: int | None) -> int:
@@ -65,10 +68,22 @@ def summarise(plan: Plan, *, need: int, free: int | None, links: list[MemberLink
         digest=plan.digest,
         trainer_bytes=need,
         worker_bytes={link.name: _spare_of(link, plan.total_bytes) for link in links},
+        shared_staging=[link.name for link in links if link.readers < link.world_size],
     )
+
+
+def staging_notes(links: list[MemberLink], summary: StreamSummary | None) -> list[str]:
+    """What a report says of members whose ranks share their spare memory."""
+    size = "" if summary is None else f" of {summary.nbytes} bytes"
+    return [
+        f"{link.name}: {link.world_size} ranks share {link.readers} staging"
+        f" {'copy' if link.readers == 1 else 'copies'}{size} in host memory"
+        for link in links
+        if link.readers < link.world_size
+    ]
 
 
 def _spare_of(link: MemberLink, nbytes: int) -> int | None:
     sink = link.peer.detail.get("sink") if link.peer is not None else None
     share = _SPARE.get(str(sink))
-    return None if share is None else int(nbytes * share)
+    return None if share is None else int(nbytes * share) * link.readers

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from aiosync.codec import convert
 from aiosync.errors import KINDS, AiosyncError, ProtocolMismatch, Unauthorized, Validation
+from aiosync.staging import StagingPlace
 
 # At run time: msgspec resolves the annotations of a Struct when it is first decoded.
 from aiosync.version import Version
@@ -42,6 +43,7 @@ class RoundHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         metadata_digest: Digest over names, dtypes and shapes, instead of sending them again.
         target: What the round updates; None: the model. Sent with ``start``.
         ticket: Id of the ticket, where somebody else than this trainer drives the round.
+        staging: A rank's place in staging that its group shares; sent with the group's init.
     """
 
     protocol: int = PROTOCOL
@@ -56,6 +58,7 @@ class RoundHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     metadata_digest: Name | None = None
     target: Target | None = None
     ticket: Name | None = None
+    staging: StagingPlace | None = None
 
 
 class PeerState(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from aiosync.concurrency import collapse
 from aiosync.errors import AiosyncError
 from aiosync.giving_up import worst_weights
+from aiosync.memory_plan import staging_notes
 from aiosync.report import MemberOutcome, Report
 from statemachines.tables import Weights
 
@@ -33,7 +34,7 @@ def make_report(round: Round, error: BaseException | None, *, took: float) -> Re
         digest=summary.digest if summary is not None else None,
         verified=summary is not None and summary.digest is not None,
         left_out=_left_out(round, error),
-        notes=list(round.notes),
+        notes=[*round.notes, *staging_notes(round.links, summary)],
         recovered=round.recovered,
     )
     if error is not None:

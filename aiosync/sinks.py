@@ -10,8 +10,10 @@ from aiosync.errors import Validation
 from aiosync.layerwise import LayerwiseSink
 from aiosync.metadata import meta_nbytes
 from aiosync.same_copies import SameCopies
+from aiosync.shared_arena import SharedArena
 from aiosync.sink_base import Sink
 from aiosync.spare import Arena, needed_memory
+from aiosync.staging import shares
 from aiosync.targets import Writes, model_tensors
 from aiosync.writing import note_written, write
 from statemachines.tables import Weights
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from aiosync.metadata import ParamMeta
+    from aiosync.shared_arena import Map
     from aiosync.targets import Destinations
 
 __all__ = ["InPlaceSink", "LayerwiseSink", "Sink", "StagedSink", "build_sink", "make_sink"]
@@ -35,6 +38,11 @@ class StagedSink(Sink):
     itself is the only moment in which a failure leaves the weights torn. The spare memory is as
     large as the announced tensors and is kept for the next round; with a model that has
     ``load_weights`` it is made anew for each round, since a loader may keep what it is given.
+
+    Args:
+        model, device, after_load, marker: As for `make_sink`.
+        shared: The spare memory is one for all ranks of a host, which begin each round together
+            (``staging="shared_host"``); for engines.
     """
 
     mode = "staged"
@@ -46,16 +54,24 @@ class StagedSink(Sink):
         device: torch.device | str | None = None,
         after_load: Callable[[], object] | None = None,
         marker: str | Path | None = None,
+        shared: bool = False,
     ) -> None:
         super().__init__(model, device=device, after_load=after_load, marker=marker)
-        self._arena = Arena(self.device)
+        self._shared = SharedArena() if shared else None
+        self._arena = self._shared or Arena(self.device)
         self._staged: dict[int, torch.Tensor] = {}
         self._views: list[torch.Tensor] = []
         self._has_all = False
         self._swap: SameCopies | None = None
 
     def memory(self, metadata: Sequence[ParamMeta]) -> int:
+        """A second copy; where ranks share it, all of them together."""
         return needed_memory(metadata)
+
+    def share(self, map_: Map) -> None:
+        """How the round that begins comes to the memory that all ranks map."""
+        if self._shared is not None:
+            self._shared.join(map_)
 
     def release(self) -> None:
         self._staged, self._views = {}, []
@@ -67,7 +83,8 @@ class StagedSink(Sink):
         return self._has_all
 
     def _prepare(self, metadata: list[ParamMeta], found: Destinations) -> None:
-        if isinstance(found.writes, Writes) and found.writes.are_single:
+        single = isinstance(found.writes, Writes) and found.writes.are_single
+        if single or self._shared is not None:  # what one rank lacks, another one has
             self._keep(metadata, range(len(metadata)))
             return
         tied = {later for _, later in found.ties}
@@ -100,6 +117,8 @@ class StagedSink(Sink):
     def _apply(self) -> None:
         if self._loader is not None:
             try:
+                if self._shared is not None:  # a loader may write to what it is given
+                    self._handed = dict(enumerate(self._shared.own_views()))
                 self._load(self._pairs(range(len(self._metadata))))
             finally:
                 self.release()
@@ -235,6 +254,8 @@ def build_sink(
     given = getattr(config, "sink", "staged")
     if isinstance(given, str):
         marker = getattr(config, "marker", None) if is_own else None
+        if shares(config):
+            return StagedSink(model, device=device, marker=marker, shared=True)
         return make_sink(model, given, device, marker=marker)
     if isinstance(given, Sink):
         if not is_own:

@@ -77,18 +77,23 @@ class Arena:
         # Never an inference tensor, whatever the lane's mode: transports write from other threads.
         with torch.inference_mode(False):
             memory = torch.empty(need, dtype=torch.uint8, device=self._device)
-            typed: dict[torch.dtype, torch.Tensor] = {}
-            views, start = [], 0
-            for meta, nbytes in zip(metadata, sizes_of(metadata), strict=True):
-                dtype = meta.dtype
-                base = typed.get(dtype)
-                if base is None:
-                    whole = need // dtype.itemsize * dtype.itemsize
-                    base = typed[dtype] = memory[:whole].view(dtype)
-                strides = contiguous_strides(meta.shape)
-                views.append(base.as_strided(meta.shape, strides, start // dtype.itemsize))
-                start += _rounded(nbytes)
-        return views
+            return views_into(memory, metadata)
+
+
+def views_into(memory: torch.Tensor, metadata: Sequence[ParamMeta]) -> list[torch.Tensor]:
+    """A contiguous tensor of each announced dtype and shape, in `needed_memory` bytes or more."""
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    views, start = [], 0
+    for meta, nbytes in zip(metadata, sizes_of(metadata), strict=True):
+        dtype = meta.dtype
+        base = typed.get(dtype)
+        if base is None:
+            whole = len(memory) // dtype.itemsize * dtype.itemsize
+            base = typed[dtype] = memory[:whole].view(dtype)
+        strides = contiguous_strides(meta.shape)
+        views.append(base.as_strided(meta.shape, strides, start // dtype.itemsize))
+        start += _rounded(nbytes)
+    return views
 
 
 @lru_cache(maxsize=1024)

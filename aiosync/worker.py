@@ -24,6 +24,7 @@ from aiosync.infos import parse_info
 from aiosync.lane_slot import LaneSlot
 from aiosync.overrides import call_step, step, wrap_steps
 from aiosync.sinks import build_sink, check_model, first_weights, sink_name
+from aiosync.staging import check_shares
 from aiosync.watchable import Watchable
 from aiosync.weight_targets import MODEL
 from aiosync.worker_controls import Controls
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from aiosync.messages import PeerState, RoundHeader
     from aiosync.route_types import Route
     from aiosync.sinks import Sink
+    from aiosync.staging import StagingPlace
     from aiosync.version import Version
     from aiosync.weight_targets import Target
     from statemachines.hub import TransitionHub
@@ -102,6 +104,10 @@ class WeightTransferEngine(Watchable, Controls, Targets, SendsCopies, ABC, Gener
     """Whether a round has one payload; the same one again is answered with its outcome."""
     uses_sink: ClassVar[bool] = False
     """Whether `receive_weights` fills the sink, which the base then verifies and commits."""
+    shares_staging: ClassVar[bool] = False
+    """Whether it takes part in staging that the ranks of a group share."""
+    staging: StagingPlace | None = None
+    """Its place in that, since the last init."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -125,6 +131,7 @@ class WeightTransferEngine(Watchable, Controls, Targets, SendsCopies, ABC, Gener
         if self.uses_sink and model is not None:
             check_model(config, model)
         self.config = config
+        check_shares(self)
         self.vllm_config = vllm_config
         self.parallel_config = getattr(vllm_config, "parallel_config", None)
         self.model_config = getattr(vllm_config, "model_config", None)

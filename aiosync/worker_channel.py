@@ -13,6 +13,7 @@ from aiosync.config import WeightTransferInitRequest
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Busy, PhaseTimeout
 from aiosync.overrides import bare_of
+from aiosync.staging import place_of
 from aiosync.version import label_of
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger
@@ -58,10 +59,11 @@ class Channel:
             )
         if cycle.is_ended():
             raise engine.wrong_order("init")
-        info = engine.parse_init_info(init_info)
+        info, place = engine.parse_init_info(init_info), place_of(engine, header)
         with self.turn.taken("an init", caller):
             await engine.machine.pass_gates(Trigger.INITIALIZE)
             await self._back_to_idle()
+            engine.staging = place
             await self._open_channel(bare, info)
             if cycle.is_ended():  # meanwhile
                 await self.dispose()

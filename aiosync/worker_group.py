@@ -31,6 +31,7 @@ from aiosync.errors import InvalidTransition, PeerLost, Validation
 from aiosync.members import fan_out, opened
 from aiosync.messages import RoundHeader
 from aiosync.rendezvous import owner_name
+from aiosync.staging import give_places, is_shared
 from aiosync.weight_targets import MODEL
 from aiosync.worker import WeightTransferEngine
 from aiosync.worker_group_commit import commit
@@ -132,7 +133,15 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
             await self._all(Rank.probe, phase="init")
             self._count()
             own = functools.partial(info_of, init_info, custom=self._info_of)
-            await self._all(lambda rank: rank.join(own(rank)), phase="init")
+            places = give_places(self.ranks)
+
+            def join(rank: Rank) -> Awaitable[None]:
+                return rank.join(own(rank), places[rank.index])
+
+            # The rank that receives for the others has to be there before they look for it.
+            lead = 0 if places[0] is None else 1
+            await self._all(join, phase="init", ranks=self.ranks[:lead])
+            await self._all(join, phase="init", ranks=self.ranks[lead:])
 
     async def start_weight_update(self) -> None:
         header = self.cycle.header
@@ -263,6 +272,7 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
     def _count(self) -> None:
         for before, rank in zip(self.ranks, self.ranks[1:], strict=False):
             rank.first = before.first + before.size
+            rank.seat = 0 if is_shared(rank.link.peer) else before.seat + before.link.readers
 
     @contextmanager
     def _changing_channel(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from statemachines.tables import State, Weights
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from aiosync.staging import StagingPlace
     from aiosync.version import Version
 
 _RETRY_S = 0.05
@@ -44,6 +45,7 @@ class Rank:
         index: Position in the group.
         title: What errors call it.
         first: Worker ranks before this one (a rank may itself be a group).
+        seat: Readers before this one: its place in what the trainer gives out to those.
         lost: Why the rank counts as lost; None while it does not.
         owes: The method whose answer was not waited for.
     """
@@ -53,7 +55,7 @@ class Rank:
             client = HTTPVLLMWeightSyncClient(client)
         self.index = index
         self.title = f"rank {index}"
-        self.first = index
+        self.first = self.seat = index
         self.owner = owner
         self.link = MemberLink(f"{group}/rank{index}", client)
         self.lost: str | None = "not met yet"
@@ -176,14 +178,14 @@ class Rank:
             )
         self.found()
 
-    async def join(self, init_info: dict[str, Any]) -> None:
+    async def join(self, init_info: dict[str, Any], staging: StagingPlace | None) -> None:
         """Become its owner; a round of ours that is still open there is given up first."""
         peer = self.link.peer
         if peer is not None and peer.owner == self.owner and peer.state in BUSY:
             number = peer.detail.get("round", 0)
             header = RoundHeader(owner=self.owner, epoch=peer.epoch, round=number)
             await self.call("abort_weight_update", "the group initialises again", header=header)
-        header = RoundHeader(owner=self.owner, lease_s=DEFAULTS.lease_s)
+        header = RoundHeader(owner=self.owner, lease_s=DEFAULTS.lease_s, staging=staging)
         await self.call("init_weight_transfer_engine", init_info, header=header)
         if self.link.peer is not None:
             self.link.epoch = self.link.peer.epoch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+from aiosync.staging import is_shared
 from statemachines.tables import State, Weights
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def merge_states(mine: PeerState, ranks: Sequence[Rank]) -> dict[str, Any]:
         "sink": " and ".join(sinks),
         "ranks": [rank.facts() for rank in ranks],
     }
+    shared = bool(peers) and all(map(is_shared, peers))
+    detail["readers"] = 1 if shared else sum(rank.link.readers for rank in ranks)
     if any(peer.detail.get("paused") for peer in peers):
         detail["paused"] = True
     return {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from aiosync.generation_table import GateState
 from aiosync.messages import PROTOCOL, PeerState
 from aiosync.sinks import sink_name
+from aiosync.staging import SHARED, shares
 from transports.digest import available as available_digests
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def describe(engine: WeightTransferEngine[Any, Any]) -> PeerState:
         features.append("copies")
     if engine.supports_adapters:
         features.append("adapters")
-    return PeerState(
+    state = PeerState(
         protocol=PROTOCOL,
         incarnation=engine.incarnation,
         epoch=ownership.epoch,
@@ -68,3 +69,6 @@ def describe(engine: WeightTransferEngine[Any, Any]) -> PeerState:
             "writes_early": engine.writes_early,
         },
     )
+    if shares(engine.config):
+        state.detail["staging"] = SHARED
+    return state

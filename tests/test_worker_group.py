@@ -15,11 +15,11 @@ import pytest
 import sliced
 import torch
 from by_hand import ByHand
-from processes import Replica, replica
+from processes import replica
+from rank_groups import BEAT, BUDGET, PHASES, parallel
 
 import aiosync
 from aiosync import (
-    Budget,
     Coverage,
     Fenced,
     HTTPVLLMWeightSyncClient,
@@ -35,11 +35,6 @@ from aiosync import (
     WorkerGroup,
 )
 from aiosync.testing import DirectClient
-
-BUDGET = Budget(total=20.0, stall=10.0, finish=10.0, cleanup=2.0)
-BEAT = 0.2
-MISSES = 8  # one that ended is noticed at once, and a busy one is no stopped one
-
 
 # --- ranks of this process, driven by hand ---
 
@@ -366,90 +361,6 @@ async def test_what_cannot_be_a_group():
 # --- ranks in processes of their own, with a tensor-parallel model ---
 
 
-class Tripwire:
-    """A rank's client; does something to the rank's process before or after one of its calls."""
-
-    def __init__(self, url: str) -> None:
-        self._client = HTTPVLLMWeightSyncClient(url)
-        self.before: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    async def __aenter__(self) -> Any:
-        await self._client.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._client.__aexit__(*exc)
-
-    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
-        action = self.before.pop(method, None)
-        if action is not None:
-            await action()
-        return await getattr(self._client, method)(*args, **options)
-
-    async def init_weight_transfer_engine(self, info, **options):
-        return await self._call("init_weight_transfer_engine", info, **options)
-
-    async def start_weight_update(self, **options):
-        return await self._call("start_weight_update", **options)
-
-    async def update_weights(self, info, **options):
-        return await self._call("update_weights", info, **options)
-
-    async def prepare_weight_update(self, **options):
-        return await self._call("prepare_weight_update", **options)
-
-    async def finish_weight_update(self, label=None, **options):
-        return await self._call("finish_weight_update", label, **options)
-
-
-@dataclass
-class Parallel:
-    """A served group over rank processes, and what the trainer holds."""
-
-    url: str
-    group: WorkerGroup
-    clients: list[Tripwire]
-    ranks: list[Replica]
-    model: torch.nn.Module
-
-    def set(self, seed: int) -> None:
-        self.model.load_state_dict(sliced.full(seed).state_dict())
-
-    async def assert_ranks_hold(self, seed: int, version: int, *, only=None) -> None:
-        """Asked of every rank's own process, not of the group."""
-        for index, rank in enumerate(self.ranks):
-            if only is not None and index not in only:
-                continue
-            facts = await rank.facts()
-            expected = sliced.Slice(index, len(self.ranks), seed)
-            assert facts["prints"] == models.fingerprint(expected)
-            assert (facts["version"], facts["weights"]) == (version, "intact")
-
-    def assert_not_ready(self, *weights: str) -> None:
-        peer = self.group.peer_state()
-        assert peer.weights in weights
-        assert peer.version is None
-
-
-@asynccontextmanager
-async def parallel(size: int = 2, paths: Any = None, **options: Any):
-    async with AsyncExitStack() as stack:
-        ranks = []
-        for index in range(size):
-            where = {} if paths is None else {"path": paths[index]}
-            rank = replica(kind=f"slice-{index}-{size}", seed=index, **where)
-            ranks.append(await stack.enter_async_context(rank))
-        clients = [Tripwire(rank.url) for rank in ranks]
-        options = {"heartbeat_s": BEAT, "misses": MISSES, **options}
-        group = WorkerGroup(clients, name="tp", **options)
-        await stack.enter_async_context(group)
-        server = await stack.enter_async_context(aiosync.serve(group))
-        yield Parallel(server.url, group, clients, ranks, sliced.full(7))
-
-
 @pytest.mark.fault("A-SILENT-4")
 @pytest.mark.slow
 @pytest.mark.asyncio
@@ -495,14 +406,6 @@ async def test_groups_and_single_workers_in_one_fleet():
             for tp in (one, two):
                 await tp.assert_ranks_hold(7, 1)
             assert (await single.facts())["prints"] == models.fingerprint(one.model)
-
-
-PHASES = {
-    "start": "start_weight_update",
-    "update": "update_weights",
-    "prepare": "prepare_weight_update",
-    "finish": "finish_weight_update",
-}
 
 
 @pytest.mark.fault("A-HANG-9")

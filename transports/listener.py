@@ -20,19 +20,26 @@ if TYPE_CHECKING:
     from transports.waker import Waker
 
 
+def new_address() -> str:
+    """An abstract address that nobody else has; Linux only."""
+    return f"@aiosync-{secrets.token_hex(16)}"
+
+
 @final
 class Listener:
     """Where readers connect: an abstract socket on Linux, so no file is ever left behind.
+
+    Args:
+        address: An abstract one (`new_address`), where somebody else has to know it before.
 
     Attributes:
         address: What `Link.connect` takes: ``@name`` (abstract) or a path.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, address: str | None = None) -> None:
         self._directory: Path | None = None
-        name = f"aiosync-{secrets.token_hex(16)}"
-        if os.uname().sysname == "Linux":
-            self.address = f"@{name}"
+        if address is not None or os.uname().sysname == "Linux":
+            self.address = new_address() if address is None else address
         else:
             self._directory = Path(tempfile.mkdtemp(prefix="aiosync-"))
             self.address = str(self._directory / "link")

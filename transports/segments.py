@@ -150,6 +150,20 @@ class Segment:
             raise Validation(f"segment {self.key} is closed")
         return self._tensor
 
+    def private(self) -> torch.Tensor:
+        """All bytes once more; what is written here is seen here only.
+
+        Bytes that were not written here are what the segment holds, also later on.
+
+        Raises:
+            Validation: It is closed.
+        """
+        if self._fd < 0:
+            raise Validation(f"segment {self.key} is closed")
+        storage = torch.UntypedStorage.from_file(f"/dev/fd/{self._fd}", False, self.nbytes)
+        assert isinstance(storage, torch.UntypedStorage)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
     def check(self, offset: int, nbytes: int) -> None:
         """Refuse bytes that are not all in here, as `view` does, but make no view.
 

@@ -30,7 +30,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Reader's first word. `resident` is the table of handles that it has.
 
     A reader of device memory also says on which device (`device`), whose memory it can open
-    (`visible`), and the highest number of the allocations that it has (`known`).
+    (`visible`), and the highest number of the allocations that it has (`known`). One that reads
+    staging memory says what lies in it (`layout`).
     """
 
     token: Label
@@ -41,6 +42,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     device: Label = ""
     visible: Annotated[tuple[Label, ...], msgspec.Meta(max_length=256)] = ()
     known: Count = 0
+    layout: Label = ""
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
@@ -72,6 +74,10 @@ class Handles(Message, frozen=True, kw_only=True, tag="handles"):
     """Tensors that stay where they are: index, segment (an index into the welcome's), offset."""
 
     handles: tuple[tuple[Count, Count, Count], ...]
+
+
+class Forget(Message, frozen=True, kw_only=True, tag="forget"):
+    """Segments of earlier rounds are of no more use: unmap them, and acknowledge that."""
 
 
 class Ready(Message, frozen=True, kw_only=True, tag="ready"):
@@ -116,7 +122,7 @@ class Failed(Message, frozen=True, kw_only=True, tag="failed"):
 
 M = TypeVar("M", bound=Message)
 ToSender = Hello | Ack | Complete | Failed
-ToReader = Refusal | Welcome | Handles | Ready | Alive | Done | Failed
+ToReader = Refusal | Welcome | Handles | Forget | Ready | Alive | Done | Failed
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_SENDER: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)

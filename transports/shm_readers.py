@@ -179,15 +179,20 @@ class Readers:
             f"({names}){refused}"
         )
 
-    def announce(self, ready: wire.Ready) -> None:
-        """Tell all readers of a chunk; does not wait."""
+    def announce(self, news: wire.Ready | wire.Forget) -> int:
+        """Tell all readers of a chunk, or whatever else they acknowledge; does not wait.
+
+        Returns:
+            How many announcements that makes.
+        """
         self._announced += 1
-        self.post(wire.encode(ready))
+        self.post(wire.encode(news))
         now = time.monotonic()
         for reader in self.readers:
             reader.owes = reader.owes or now
         # Failures and acknowledgements are taken as they come, not only when they are waited for.
         self._poll(now)
+        return self._announced
 
     def wait_acked(self, chunks: int) -> None:
         """Wait until every reader has acknowledged the first `chunks` chunks."""
@@ -210,7 +215,7 @@ class Readers:
         for reader in tuple(self.readers):
             said = reader.complete
             if said is None or (said.chunks, said.digest) != (done.chunks, done.digest):
-                text = f"{reader.name} ended with {said}, the trainer with {done}"
+                text = f"{reader.name} ended with {said}, this side with {done}"
                 self._lose(reader, DigestMismatch(text, replica=reader.name))
 
     def keep_alive(self) -> None:

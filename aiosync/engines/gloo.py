@@ -24,7 +24,7 @@ from aiosync.engines.streamed import (
     StreamedWorkerEngine,
     StreamUpdateInfo,
 )
-from aiosync.members import ranks_before
+from aiosync.members import readers_before
 from transports.addresses import advertised
 from transports.gloo_group import GlooGroup
 from transports.gloo_stream import GlooReceiver, GlooSender
@@ -170,13 +170,13 @@ class GlooTrainerWeightTransferEngine(StreamedTrainerEngine[GlooTrainerInitInfo]
         return {
             "master_address": self._host.host,
             "master_port": self._host.port,
-            "world_size": 1 + sum(link.world_size for link in self.links),
+            "world_size": 1 + sum(link.readers for link in self.links),
             "prefix": self._prefix,
             "join_s": self._join_s + LATER_S,
         }
 
     def member_payload(self, link: MemberLink) -> dict[str, Any]:
-        return {"rank_offset": 1 + ranks_before(link, self.links), "reader": link.name}
+        return {"rank_offset": 1 + readers_before(link, self.links), "reader": link.name}
 
     def dispose(self) -> None:
         super().dispose()
@@ -200,6 +200,9 @@ class GlooWeightTransferEngine(StreamedWorkerEngine[GlooWeightTransferInitInfo])
     async def init_transfer_engine(  # type: ignore[override] # a step may be either
         self, init_info: GlooWeightTransferInitInfo
     ) -> None:
+        if self.follows:
+            await self.lane.run(self.open_channel, init_info)
+            return
         names = [f"rank {rank}" for rank in range(init_info.world_size)]
         names[0] = "trainer"
         group = GlooGroup(
@@ -219,7 +222,7 @@ class GlooWeightTransferEngine(StreamedWorkerEngine[GlooWeightTransferInitInfo])
             group.close()
             raise
         self._group = group
-        super().init_transfer_engine(init_info)
+        self.open_channel(init_info)
 
     def sending_side(self, client: Any, order: CopyOrder) -> GlooTrainerWeightTransferEngine:
         engine = GlooTrainerWeightTransferEngine(
@@ -251,7 +254,7 @@ async def _join(group: GlooGroup, seconds: float, lane_factory: LaneFactory, nam
 
 
 def _names_of(link: MemberLink) -> list[str]:
-    """What errors call the ranks behind a server."""
-    if link.world_size == 1:
+    """What errors call the ranks behind a server that take the bytes."""
+    if link.readers == 1:
         return [link.name]
-    return [f"{link.name}/{rank}" for rank in range(link.world_size)]
+    return [f"{link.name}/{rank}" for rank in range(link.readers)]

@@ -32,6 +32,7 @@ from aiosync.engines.streamed import (
     StreamUpdateInfo,
 )
 from aiosync.errors import Refused, Validation
+from aiosync.staging import shares
 from transports.cuda import mark_current
 from transports.device_receiver import DeviceReceiver
 from transports.device_sender import DeviceSender
@@ -306,6 +307,8 @@ class IPCWeightTransferEngine(StreamedWorkerEngine[IPCWeightTransferInitInfo]):
         self, config: Any, vllm_config: Any, device: Any, model: Any, **options: Any
     ) -> None:
         device, self.gpu = own_device(device)
+        if shares(config):
+            self.gpu = None  # the host's memory, which the ranks share, comes in between
         super().__init__(config, vllm_config, device, model, **options)
 
     @property

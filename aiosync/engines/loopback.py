@@ -21,6 +21,7 @@ from aiosync.engines.streamed import (
     StreamUpdateInfo,
 )
 from aiosync.errors import Validation
+from aiosync.members import readers_before
 from transports.loopback import LoopbackLink
 
 if TYPE_CHECKING:
@@ -85,13 +86,13 @@ class LoopbackTrainerWeightTransferEngine(StreamedTrainerEngine[LoopbackTrainerI
         self.buffer_nbytes = buffer_size_bytes
 
     def open_sender(self) -> Sender:
-        needed = sum(link.world_size for link in self.links)
+        needed = sum(link.readers for link in self.links)
         if needed != len(self.link.receivers):
             raise Validation(
                 f"the link has {len(self.link.receivers)} reader(s) for {needed} worker(s)"
             )
         sender = self.link.sender
-        sender.names = [link.name for link in self.links for _ in range(link.world_size)]
+        sender.names = [link.name for link in self.links for _ in range(link.readers)]
         return sender
 
     def close_sender(self, sender: Sender) -> None:
@@ -103,8 +104,7 @@ class LoopbackTrainerWeightTransferEngine(StreamedTrainerEngine[LoopbackTrainerI
         return {"link": name}
 
     def member_payload(self, link: MemberLink) -> dict[str, Any]:
-        before = self.links[: self.links.index(link)]
-        return {"reader": sum(other.world_size for other in before)}
+        return {"reader": readers_before(link, self.links)}
 
 
 class LoopbackWeightTransferEngine(StreamedWorkerEngine[LoopbackWeightTransferInitInfo]):

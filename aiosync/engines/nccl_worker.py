@@ -36,6 +36,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
     init_info_cls = NCCLWeightTransferInitInfo
     update_info_cls = NCCLWeightTransferUpdateInfo
     reusable_after_abort = False
+    shares_staging = False
     landing_device = None  # NCCL writes into the engine's own device, also without a buffer
 
     _group: NcclGroup | None = None

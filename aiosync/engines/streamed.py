@@ -20,7 +20,9 @@ from aiosync.errors import ProtocolMismatch, Refused, Validation
 from aiosync.held_source import ByName, HeldSource
 from aiosync.memory_plan import held_bytes, summarise
 from aiosync.metadata import from_wire, metadata_digest, sizes_of, to_wire
+from aiosync.sinks import StagedSink
 from aiosync.source_pass import SourcePass
+from aiosync.staging import receiver_at
 from aiosync.streaming import stream_in, stream_out
 from aiosync.trainer import TrainerWeightTransferEngine
 from aiosync.weight_targets import MODEL
@@ -28,6 +30,7 @@ from aiosync.worker import WeightTransferEngine
 from transports.digest import available as available_digests
 from transports.planning import ALIGNED, plan_chunks
 from transports.segments import available_memory
+from transports.staging import FollowReceiver, LeadReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,8 +163,8 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         return held_bytes(plan, self.chunks_in_flight), available_memory()
 
     def count_readers(self, round: Round) -> int:
-        """Worker ranks that take this round's bytes."""
-        return sum(link.world_size for link in round.present)
+        """How many take this round's bytes."""
+        return sum(link.readers for link in round.present)
 
     def before_transmit(self, sender: Sender, feed: SourceFeed) -> None:
         """Last preparation of a round; on the source lane, may block."""
@@ -277,6 +280,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     reusable_after_abort = True
     one_update = True
     uses_sink = True
+    shares_staging = True
     landing_device: str | None = "cpu"
 
     receiver: Receiver | None = None
@@ -295,9 +299,18 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         """Free the receiver for good."""
 
     def init_transfer_engine(self, init_info: Init) -> None:
+        self.open_channel(init_info)
+
+    def open_channel(self, init_info: Init) -> None:
+        """What init comes to, once a backend's group is joined; may block for a moment."""
         self._known = None
         self._limit = init_info.buffer_size_bytes  # type: ignore[attr-defined] # in all of them
-        self.receiver = self.open_receiver(init_info)
+        self.receiver = receiver_at(self.staging, partial(self.open_receiver, init_info))
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank of the group receives for this one."""
+        return self.staging is not None and self.staging.rank > 0
 
     async def start_weight_update(self) -> None:
         self._verified = None
@@ -344,6 +357,10 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         self, sink: Sink, metadata: list[ParamMeta], plan: Plan, info: StreamUpdateInfo
     ) -> None:
         """Open the sink for what was announced; on the lane, right before `receiver` is used."""
+        receiver = self.receiver
+        if isinstance(receiver, LeadReceiver | FollowReceiver) and isinstance(sink, StagedSink):
+            layout = info.metadata_digest
+            sink.share(partial(receiver.map, layout=layout, round=info.round, stall=info.stall_s))
         sink.begin(metadata, aliases=info.aliases)
 
     def _get_ready(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
@@ -380,6 +397,9 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         receiver, self.receiver = self.receiver, None
         self._bytes_before = 0
         self._known = None
+        if isinstance(receiver, LeadReceiver | FollowReceiver):
+            receiver.release()
+            receiver = receiver.inner
         if receiver is not None:
             self.close_receiver(receiver)
 

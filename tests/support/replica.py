@@ -21,6 +21,7 @@ async def main() -> None:
     parser.add_argument("--kind", default="small")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sink", default="staged")
+    parser.add_argument("--staging", default="private")
     parser.add_argument("--verify", default="digest")
     parser.add_argument("--backend", default="ipc")
     parser.add_argument("--lease", type=float)
@@ -43,6 +44,7 @@ async def main() -> None:
         verify=options.verify,
         lease_s=options.lease,
         marker=options.marker,
+        staging=options.staging,
     )
     engine = aiosync.WeightTransferEngineFactory.create_engine(
         config, None, torch.device(options.device), model, name=options.name
