@@ -16,7 +16,7 @@ import sliced
 import torch
 from by_hand import ByHand
 from processes import replica
-from rank_groups import BEAT, BUDGET, PHASES, parallel
+from rank_groups import BEAT, BUDGET, MISSES, PHASES, parallel
 
 import aiosync
 from aiosync import (

@@ -21,9 +21,9 @@ from aiosync.engines.streamed import (
     BufferSize,
     Seconds,
     StreamedTrainerEngine,
-    StreamedWorkerEngine,
     StreamUpdateInfo,
 )
+from aiosync.engines.streamed_worker import StreamedWorkerEngine
 from aiosync.members import readers_before
 from transports.addresses import advertised
 from transports.gloo_group import GlooGroup

@@ -28,9 +28,9 @@ from aiosync.engines.streamed import (
     BUFFER_LIMITS,
     BufferSize,
     StreamedTrainerEngine,
-    StreamedWorkerEngine,
     StreamUpdateInfo,
 )
+from aiosync.engines.streamed_worker import StreamedWorkerEngine
 from aiosync.errors import Refused, Validation
 from aiosync.staging import shares
 from transports.cuda import mark_current

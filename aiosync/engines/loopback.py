@@ -17,9 +17,9 @@ from aiosync.engines.streamed import (
     BUFFER_LIMITS,
     BufferSize,
     StreamedTrainerEngine,
-    StreamedWorkerEngine,
     StreamUpdateInfo,
 )
+from aiosync.engines.streamed_worker import StreamedWorkerEngine
 from aiosync.errors import Validation
 from aiosync.members import readers_before
 from transports.loopback import LoopbackLink

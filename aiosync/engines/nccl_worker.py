@@ -14,7 +14,7 @@ from aiosync.engines.nccl_common import (
     cuda_device_for,
     nccl_plan,
 )
-from aiosync.engines.streamed import StreamedWorkerEngine
+from aiosync.engines.streamed_worker import StreamedWorkerEngine
 from aiosync.errors import Validation
 from aiosync.metadata import from_wire, metadata_digest
 from transports.nccl_group import NcclGroup

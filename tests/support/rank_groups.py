@@ -113,7 +113,8 @@ async def parallel(
             own = {"kind": f"slice-{index}-{size}", "seed": index, **(rank or {})}
             ranks.append(await stack.enter_async_context(replica(**own, **where)))
         clients = [Tripwire(rank.url) for rank in ranks]
-        group = WorkerGroup(clients, name="tp", **{"heartbeat_s": BEAT, "misses": MISSES, **options})
+        options = {"heartbeat_s": BEAT, "misses": MISSES, **options}
+        group = WorkerGroup(clients, name="tp", **options)
         await stack.enter_async_context(group)
         server = await stack.enter_async_context(aiosync.serve(group))
         yield Parallel(server.url, group, clients, ranks, sliced.full(7))

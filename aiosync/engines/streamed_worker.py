@@ -1,0 +1,169 @@
+"""The worker's half of what every backend with a sender and a receiver has in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from aiosync.defaults import DEFAULTS
+from aiosync.engines.streamed import StreamUpdateInfo, plan_of
+from aiosync.errors import Refused, Validation
+from aiosync.held_source import ByName, HeldSource
+from aiosync.metadata import from_wire, metadata_digest
+from aiosync.sinks import StagedSink
+from aiosync.staging import receiver_at
+from aiosync.streaming import stream_in
+from aiosync.weight_targets import MODEL
+from aiosync.worker import WeightTransferEngine
+from transports.staging import FollowReceiver, LeadReceiver
+
+if TYPE_CHECKING:
+    from aiosync.copy_order import CopyOrder
+    from aiosync.metadata import ParamMeta
+    from aiosync.sinks import Sink
+    from transports.planning import Plan
+    from transports.stream import Receiver
+
+Init = TypeVar("Init")
+
+
+class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
+    """Checks the announcement and streams into the sink; a backend makes the receiver."""
+
+    update_info_cls: ClassVar[type] = StreamUpdateInfo
+    reusable_after_abort = True
+    one_update = True
+    uses_sink = True
+    shares_staging = True
+    landing_device: str | None = "cpu"
+
+    receiver: Receiver | None = None
+    _limit = DEFAULTS.buffer_bytes
+    _bytes_before = 0
+    _known: tuple[str, list[ParamMeta], Plan] | None = None
+    _taken: tuple[str, list[ParamMeta], dict[str, str]] | None = None
+    _verified: int | None = None  # the round whose tensors are all there, and right
+
+    @abstractmethod
+    def open_receiver(self, init_info: Init) -> Receiver:
+        """Make the receiver; connects when a round is received."""
+
+    @abstractmethod
+    def close_receiver(self, receiver: Receiver) -> None:
+        """Free the receiver for good."""
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        self.open_channel(init_info)
+
+    def open_channel(self, init_info: Init) -> None:
+        """What init comes to, once a backend's group is joined; may block for a moment."""
+        self._known = None
+        self._limit = init_info.buffer_size_bytes  # type: ignore[attr-defined] # in all of them
+        self.receiver = receiver_at(self.staging, partial(self.open_receiver, init_info))
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank of the group receives for this one."""
+        return self.staging is not None and self.staging.rank > 0
+
+    async def start_weight_update(self) -> None:
+        self._verified = None
+
+    async def receive_weights(self, update_info: StreamUpdateInfo) -> None:
+        receiver = self.receiver
+        assert receiver is not None  # the machine is initialised
+        self._bytes_before = receiver.progress.nbytes
+        known = self._known
+        if known is not None and known[0] == update_info.metadata_digest and self.has_sink:
+            metadata, plan = self._check_announced(update_info)
+        else:
+            metadata, plan = await self.lane.run(self._get_ready, update_info)
+        sink = self.sink
+        summary = await stream_in(
+            receiver,
+            sink,
+            plan=plan,
+            round=update_info.round,
+            stall=update_info.stall_s,
+            grace=DEFAULTS.cleanup_s / 2,
+            lane=self.lane,
+            prepare=partial(self.begin_sink, sink, metadata, plan, update_info),
+        )
+        self.received_digest = summary.digest
+        if self.cycle.aim == MODEL:
+            self._taken = (update_info.metadata_digest, metadata, dict(update_info.aliases))
+        self._verified = update_info.round
+
+    def held_source(self, order: CopyOrder) -> HeldSource:
+        """The model's tensors as they were announced when they came.
+
+        Raises:
+            Refused: They were announced otherwise, or nothing has come.
+        """
+        taken = self._taken
+        if taken is None or taken[0] != order.wire_digest:
+            text = "what it took last was announced otherwise than what the fleet has"
+            raise Refused(f"{self.name}: {text}", replica=self.name)
+        _, metadata, aliases = taken
+        return HeldSource(metadata, ByName(self.model, aliases), aliases=aliases)
+
+    def begin_sink(
+        self, sink: Sink, metadata: list[ParamMeta], plan: Plan, info: StreamUpdateInfo
+    ) -> None:
+        """Open the sink for what was announced; on the lane, right before `receiver` is used."""
+        receiver = self.receiver
+        if isinstance(receiver, LeadReceiver | FollowReceiver) and isinstance(sink, StagedSink):
+            layout = info.metadata_digest
+            sink.share(partial(receiver.map, layout=layout, round=info.round, stall=info.stall_s))
+        sink.begin(metadata, aliases=info.aliases)
+
+    def _get_ready(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
+        checked = self._check_announced(info)
+        if isinstance(getattr(self.config, "sink", "staged"), str):
+            self.know_sink()  # not on the loop: it may walk the whole model
+        return checked
+
+    def _check_announced(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
+        known = self._known
+        if known is None or known[0] != info.metadata_digest:
+            metadata = from_wire(info.names, info.dtype_names, info.shapes)
+            if metadata_digest(metadata) != info.metadata_digest:
+                raise Validation(
+                    "update_info.metadata_digest does not match names, dtype_names and shapes"
+                    " (empty lists mean the metadata of the last round, which this worker lacks)",
+                    phase="update",
+                )
+            plan = plan_of(metadata, self._limit)
+            known = self._known = (info.metadata_digest, metadata, plan)
+        _, metadata, plan = known
+        if plan.digest != info.plan_digest:
+            raise Validation(
+                f"update_info.plan_digest: the trainer cuts {info.plan_digest}, this worker"
+                f" {plan.digest}: both sides must agree before a byte moves",
+                phase="update",
+            )
+        return metadata, plan
+
+    async def finish_weight_update(self) -> None:
+        return
+
+    def shutdown(self) -> None:
+        receiver, self.receiver = self.receiver, None
+        self._bytes_before = 0
+        self._known = None
+        if isinstance(receiver, LeadReceiver | FollowReceiver):
+            receiver.release()
+            receiver = receiver.inner
+        if receiver is not None:
+            self.close_receiver(receiver)
+
+    def abort_receive(self) -> None:
+        if self.receiver is not None:
+            self.receiver.abort()
+
+    def received_bytes(self) -> int:
+        return self.receiver.progress.nbytes - self._bytes_before if self.receiver else 0
+
+    def progress_at(self) -> float:
+        return self.receiver.progress.at if self.receiver is not None else super().progress_at()
