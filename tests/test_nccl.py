@@ -30,6 +30,7 @@ from torch.distributed import TCPStore
 
 import aiosync
 from aiosync import NCCLTrainerInitInfo, State, Validation, WeightTransferEngineFactory
+from aiosync.engines.joining import rank_in_group
 from aiosync.engines.nccl_common import NCCLWeightTransferInitInfo
 from aiosync.infos import parse_info
 from aiosync.metadata import ParamMeta, parse_dtype
@@ -709,10 +710,10 @@ async def test_ranks_inside_vllm_are_counted_as_vllm_counts(fake, parallel, rank
     info = parse_info(
         NCCLWeightTransferInitInfo, BY_ID | {"rank_offset": 2, "world_size": 6}, what="i"
     )
-    assert engine._rank_in(info) == rank
+    assert rank_in_group(engine.parallel_config, info.rank_offset, info.world_size) == rank
     small = parse_info(
         NCCLWeightTransferInitInfo, BY_ID | {"rank_offset": 7, "world_size": 6}, what="i"
     )
     with pytest.raises(Validation, match="is not in a group of 6"):
-        engine._rank_in(small)
+        rank_in_group(engine.parallel_config, small.rank_offset, small.world_size)
     await engine.aclose()

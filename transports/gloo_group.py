@@ -88,6 +88,7 @@ class GlooGroup:
             what = f"join the group of {', '.join(self.names)}"
             # A little longer than each wait within, which names who is missing.
             with meeting.limited(what, deadline=deadline + _SLACK, interrupt=self._shut):
+                meeting.claim()
                 self._options = self._listen(deadline)
                 here = json.dumps([meeting.local, *sorted(self._ports)]).encode()
                 meeting.announce("here", here)

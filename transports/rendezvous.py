@@ -126,6 +126,19 @@ class Meeting:
                 finally:
                     self._opening = False
 
+    def claim(self) -> None:
+        """Be this rank, for the whole meeting; unguarded as `put`.
+
+        Raises:
+            Validation: Somebody else is it already.
+        """
+        if self.store.add(self._key("claim", self.rank), 1) > 1:
+            raise Validation(
+                f"rank {self.rank} of {self.size} is claimed twice: somebody counts ranks wrongly",
+                rank=self.rank,
+                phase="init",
+            )
+
     def announce(self, stage: str, value: bytes) -> None:
         """Tell the others `value`; a stage is announced once by each rank."""
         with self.limited(f"announce {stage}", deadline=time.monotonic() + _ANNOUNCE_SECONDS):

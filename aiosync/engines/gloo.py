@@ -15,7 +15,7 @@ import msgspec
 
 from aiosync.config import TrainerInitInfo, WeightTransferInitInfo, check_count
 from aiosync.defaults import DEFAULTS
-from aiosync.engines.joining import LATER_S, host_of, join, join_seconds, own_lane
+from aiosync.engines.joining import LATER_S, host_of, join, join_seconds, own_lane, rank_in_group
 from aiosync.engines.streamed import (
     BUFFER_LIMITS,
     BufferSize,
@@ -203,15 +203,17 @@ class GlooWeightTransferEngine(StreamedWorkerEngine[GlooWeightTransferInitInfo])
         if self.follows:
             await self.lane.run(self.open_channel, init_info)
             return
-        names = [f"rank {rank}" for rank in range(init_info.world_size)]
+        size = init_info.world_size
+        rank = rank_in_group(self.parallel_config, init_info.rank_offset, size)
+        names = [f"rank {other}" for other in range(size)]
         names[0] = "trainer"
         group = GlooGroup(
             Meeting(
                 init_info.master_address,
                 init_info.master_port,
                 init_info.prefix,
-                rank=init_info.rank_offset,
-                size=init_info.world_size,
+                rank=rank,
+                size=size,
                 names=names,
             )
         )

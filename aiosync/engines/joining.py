@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import anyio
 
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import PhaseTimeout
+from aiosync.errors import PhaseTimeout, Validation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -47,6 +47,29 @@ async def join(
             await lane.run(enter, seconds, abort=abort, grace=0.2)
         if scope.cancelled_caught:
             raise PhaseTimeout(f"the group did not come about within {seconds:g} s", phase="init")
+
+
+def rank_in_group(config: Any, offset: int, size: int) -> int:
+    """A worker's rank, as vLLM counts.
+
+    Args:
+        config: The parallel configuration of an engine inside vLLM, whose ranks all get the same
+            init info; None: this rank has init info of its own.
+        offset: ``rank_offset``, of the first rank that got the info.
+        size: ``world_size``, the trainer among them.
+
+    Raises:
+        Validation: There is no such rank.
+    """
+    rank = offset
+    if config is not None:
+        replica = getattr(config, "data_parallel_index", 0)
+        rank += replica * getattr(config, "world_size", 1) + getattr(config, "rank", 0)
+    if not 0 <= rank < size:
+        raise Validation(
+            f"init_info: rank {rank} is not in a group of {size}", rank=rank, phase="init"
+        )
+    return rank
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiosync.defaults import DEFAULTS
-from aiosync.engines.joining import LATER_S, join
+from aiosync.engines.joining import LATER_S, join, rank_in_group
 from aiosync.engines.nccl_common import (
     NCCLWeightTransferInitInfo,
     NCCLWeightTransferUpdateInfo,
@@ -53,7 +53,8 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         self, init_info: NCCLWeightTransferInitInfo
     ) -> None:
         assert isinstance(self.device, torch.device)  # made so by the constructor
-        rank, size = self._rank_in(init_info), init_info.world_size
+        size = init_info.world_size
+        rank = rank_in_group(self.parallel_config, init_info.rank_offset, size)
         group = NcclGroup(rank, size, device=self.device)
         meeting: IdMeeting | None = None
         if init_info.nccl_unique_id_b64 is None:
@@ -89,20 +90,6 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
             digest=init_info.digest,
             ring_nbytes=init_info.packed_buffer_size_bytes * init_info.packed_num_buffers,
         )
-
-    def _rank_in(self, info: NCCLWeightTransferInitInfo) -> int:
-        """As vLLM counts; the parallel configuration is that of an engine inside vLLM."""
-        config, rank = self.parallel_config, info.rank_offset
-        if config is not None:
-            replica = getattr(config, "data_parallel_index", 0)
-            rank += replica * getattr(config, "world_size", 1) + getattr(config, "rank", 0)
-        if not 0 <= rank < info.world_size:
-            raise Validation(
-                f"init_info: rank {rank} is not in a group of {info.world_size}",
-                rank=rank,
-                phase="init",
-            )
-        return rank
 
     def open_receiver(self, init_info: NCCLWeightTransferInitInfo) -> Receiver:
         raise NotImplementedError("init_transfer_engine makes it, once the group is joined")

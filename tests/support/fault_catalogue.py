@@ -88,9 +88,6 @@ FAULTS = {
 }
 
 NOT_HERE = {
-    "A-RDZV-3": "a replica has one rank on each of these data planes; ranks of a gloo group are "
-    "given out by the trainer, and a worker never claims one",
-    "A-RDZV-4": "a replica has one rank on each of these data planes",
     "A-LIFETIME-4": "no GPU memory is exported: `ipc` moves CPU tensors through memory files",
     "A-LIFETIME-6": "no GPU handles: a memory file has no device, and pickled handles are refused",
 }
