@@ -139,6 +139,9 @@ def distance_from_cause(error: BaseException) -> int:
     if error.code in ("transport_aborted", "peer_lost"):
         # A group that lost a rank knows why the others' connections closed.
         return 1 if "lost_rank" in error.detail else 3
+    if error.code == "phase_timeout" and isinstance(error, RemoteError):
+        # One that waited for other ranks knows no more of them than who waited beside it.
+        return 3 if "replicas" in error.detail else 1
     return 1 if isinstance(error, RemoteError) else 2
 
 

@@ -238,6 +238,14 @@ async def test_native_cancel_waits_for_both_legs(times):
         ([DigestMismatch.remote("a"), DigestMismatch.remote("b")], 0),
         ([PeerLost.remote("a"), DigestMismatch("b")], 1),
         ([KeyboardInterrupt(), ValueError("b")], 1),
+        (
+            [
+                PhaseTimeout.remote("w2 did not come", detail={"replicas": ["w2"]}),
+                PhaseTimeout("w2"),
+            ],
+            1,
+        ),
+        ([PhaseTimeout("a"), PhaseTimeout.remote("b")], 1),
     ],
 )
 async def test_rank_errors(errors, best):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
 import pytest
+from limits import SLACK
 from processes import program, replica
 from proxy import proxy
 
@@ -91,7 +92,7 @@ async def test_one_rank_is_cancelled(me, at, tmp_path, losses):
         assert said[me][0]["kind"] == "CancelledError"
         assert said[1 - me][0]["kind"] == "RoundCancelled"
         for rank, loss in zip(said, calm, strict=True):
-            assert rank[0]["seconds"] < 10
+            assert rank[0]["seconds"] < 10 + SLACK
             assert rank[1]["outcome"] == "committed"
             assert rank[2]["loss"] == loss
         assert (await worker.facts())["version"] == 2
@@ -140,7 +141,7 @@ async def test_a_rank_that_dies_is_named_and_the_others_end_in_time(tmp_path):
         said = await train(2, tmp_path, worker, fault="die", me=1, at=0, rounds=1, total=8)
         assert said[1] == []
         assert said[0][0]["kind"] is not None
-        assert said[0][0]["seconds"] < 8 + 1 + 3 + 1
+        assert said[0][0]["seconds"] < 8 + 1 + 3 + SLACK
         facts = await worker.wait_state("initialized", "failed", "idle")
         assert facts["prints"] == old["prints"]
         assert facts["weights"] == "intact"
@@ -166,7 +167,7 @@ async def test_a_rank_cancelled_inside_a_meeting_takes_part_in_the_next_round(
         said = await train(size, tmp_path, worker, fault=at, me=me, **options)
         assert said[me][0]["kind"] == "CancelledError"
         for rank, loss in zip(said, calm, strict=True):
-            assert rank[0]["seconds"] < 10
+            assert rank[0]["seconds"] < 10 + SLACK
             assert rank[1]["outcome"] == "committed"
             assert any("sat down again (epoch 2)" in note for note in rank[1]["notes"])
             assert rank[2]["loss"] == loss
@@ -186,7 +187,7 @@ async def test_a_rank_that_was_killed_is_named_in_every_later_round_in_time(tmp_
         for word in said[0][:3]:
             assert word["outcome"] is None
             assert "rank 1" in word["error"]
-            assert word["seconds"] < 4 + 1 + 3 + 1
+            assert word["seconds"] < 4 + 1 + 3 + SLACK
         assert said[0][1]["kind"] == said[0][2]["kind"] == "PhaseTimeout"
         facts = await worker.wait_state("initialized", "failed", "idle")
         assert facts["weights"] == "intact"
@@ -267,6 +268,6 @@ async def test_a_send_that_fails_on_rank_0_ends_the_round_on_all_ranks(tmp_path,
         for rank, loss in zip(said, calm, strict=True):
             assert rank[0]["kind"] == said[0][0]["kind"] == "RemoteError"
             assert "no memory for down_proj" in rank[0]["error"]
-            assert rank[0]["seconds"] < 10
+            assert rank[0]["seconds"] < 10 + SLACK
             assert rank[1]["loss"] == loss
         assert (await worker.facts())["prints"] == old["prints"]

@@ -9,6 +9,7 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
+from limits import SLACK
 from looped import BUDGET, change, looped
 from models import fingerprint
 from processes import program, replica
@@ -99,13 +100,15 @@ async def test_generation_stands_still_from_where_it_must_to_the_commit(mode, sc
 
 async def test_seconds_paused_are_those_of_this_round_and_of_the_swap_alone_without_a_pause():
     async with looped() as pair:
-        hold = pair.worker.generation.hold("keep", owner="operator")
+        gate = pair.worker.generation
+        hold = gate.hold("keep", owner="operator")
         await asyncio.sleep(0.3)  # before the round: not its own
         hold.release()
-        report = await pair.trainer.send_weights(version=1, budget=BUDGET)
-        assert 0 < report.pause_seconds < 0.25
-        report = await pair.trainer.send_weights(version=2, budget=BUDGET, pause=Pause())
-        assert 0 < report.pause_seconds < 0.25
+        for version, options in ((1, {}), (2, {"pause": Pause()})):
+            before = gate.seconds_paused
+            report = await pair.trainer.send_weights(version=version, budget=BUDGET, **options)
+            assert before >= 0.3
+            assert 0 < report.pause_seconds < gate.seconds_paused - before + 0.2
 
 
 async def test_the_report_says_what_a_streaming_client_saw():
@@ -123,7 +126,7 @@ async def test_the_report_says_what_a_streaming_client_saw():
     gap = max(after - before for before, after in itertools.pairwise(times))
     print(f"the client's gap {gap:.4f} s, reported {report.pause_seconds:.4f} s")
     assert gap > 0.3
-    assert abs(gap - report.pause_seconds) < 1  # a deadline, not a measurement
+    assert abs(gap - report.pause_seconds) < SLACK  # a deadline, not a measurement
     assert report.pause_seconds > 0.3
 
 
@@ -236,7 +239,7 @@ async def test_requests_that_do_not_stop_cost_the_round_and_nothing_else():
         began = time.monotonic()
         with pytest.raises(PhaseTimeout) as e:
             await pair.trainer.send_weights(budget=Budget(pause=0.3), pause=Pause(mode="wait"))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 0.3 + SLACK
         assert (e.value.replica, e.value.phase) == ("w1", "pause")
         assert [holders(w) for w in pair.workers] == [[], []]
         over.set()

@@ -71,7 +71,7 @@ class Replica:
 
     async def facts(self) -> dict[str, Any]:
         """What the replica serves now: fingerprints, version, state, weights."""
-        timeout = aiohttp.ClientTimeout(total=10)
+        timeout = aiohttp.ClientTimeout(total=30)
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
             session.get(f"{self._extra}/fingerprint") as reply,
@@ -79,7 +79,7 @@ class Replica:
             result: dict[str, Any] = await reply.json()
             return result
 
-    async def wait_state(self, *states: str, seconds: float = 20.0) -> dict[str, Any]:
+    async def wait_state(self, *states: str, seconds: float = 30.0) -> dict[str, Any]:
         """Wait until the replica reports one of `states`."""
         async with asyncio.timeout(seconds):
             while True:
