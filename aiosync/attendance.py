@@ -20,6 +20,7 @@ from aiosync.concurrency import collapse, first_line, quietly, raise_ranked, unc
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, Busy, Fenced, PeerLost, PhaseTimeout
 from aiosync.members import fan_out
+from aiosync.parts import Parts
 from aiosync.policies import ALL, All
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Attendance:
         self.nudge: Callable[[], object] = _nothing
         self.leave: Callable[[MemberLink], Awaitable[None]] | None = None
         self.tolerant = not isinstance(policy, All)
+        self._parts = {link.name: Parts(link) for link in links}
         names = {link.member for link in links}
         self._needed = policy.needed(len(names))
         self._names = names
@@ -66,6 +68,11 @@ class Attendance:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: anyio.Event | None = None
         self._over = False
+
+    @property
+    def spares_readers(self) -> bool:
+        """Whether the data plane may go on without some readers."""
+        return self.tolerant or any(parts.known for parts in self._parts.values())
 
     @property
     def present(self) -> list[MemberLink]:
@@ -86,19 +93,34 @@ class Attendance:
     def pace(self) -> int:
         with self._lock:
             present = len(self._names) - len(self.lost)
-        return max(self._needed, -(-present // 2), 1)
+            more = sum(self._parts[link.name].pace - 1 for link in self.present)
+        return max(self._needed, -(-present // 2), 1) + more
 
     def lose(self, reader: str, error: Exception) -> bool:
         link = self._link_of(reader)
-        return link is not None and self.strike(link, error)
+        if link is None:
+            return False
+        with self._lock:
+            if self._parts[link.name].lose(reader):
+                return True
+        return self.strike(link, error)
 
     def is_out(self, reader: str) -> bool:
         link = self._link_of(reader)
-        return link is None or link.member in self.lost
+        if link is None or link.member in self.lost:
+            return True
+        return self._parts[link.name].is_out(reader)
 
     def missing(self, present: Sequence[str]) -> list[str]:
         there = [self._link_of(reader) for reader in present]
-        return [link.name for link in self.present if there.count(link) < link.readers]
+        found = []
+        for link in self.present:
+            parts = self._parts[link.name]
+            if parts.known:
+                found += parts.missing(present)
+            elif there.count(link) < link.readers:
+                found.append(link.name)
+        return found
 
     def _link_of(self, reader: str) -> MemberLink | None:
         fits = [x for x in self.links if reader == x.name or reader.startswith(f"{x.name}/")]
@@ -218,7 +240,7 @@ class _Calls:
             for link in links:
                 group.start_soon(self._one, link)
             if links:
-                group.start_soon(self._hurry, len(self._owing))
+                group.start_soon(self._hurry, frozenset(self._owing))
         raise_ranked(self._fatal)
 
     async def _one(self, link: MemberLink) -> None:
@@ -258,10 +280,11 @@ class _Calls:
         limit = anyio.current_time() + self._linger
         self._group.cancel_scope.deadline = min(self._group.cancel_scope.deadline, limit)
 
-    async def _hurry(self, members: int) -> None:
+    async def _hurry(self, members: frozenset[str]) -> None:
         """Once enough have answered, the others get their share of patience."""
         roll = self._roll
-        while members - len(self._owing) < roll.pace():
+        # One that failed has not answered: the others are no slower for that.
+        while len(members - self._owing.keys() - roll.lost.keys()) < roll.pace():
             await self._enough.wait()
             self._enough = anyio.Event()
         limit = max(roll.floor, roll.patience * roll.elapsed())

@@ -7,6 +7,7 @@ until somebody accepts or declines the round (`aiosync.offers`).
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Self, final
 
 import msgspec
@@ -14,9 +15,11 @@ import msgspec
 from aiosync.budget import check_seconds
 from aiosync.concurrency import first_line
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import Validation
 from aiosync.gateway_routes import gateway_routes
+from aiosync.gateway_settling import settle
+from aiosync.group_spares import Spares
 from aiosync.members import links_of
+from aiosync.mixture import of_links
 from aiosync.offers import ACCEPTED, OfferDesk
 from aiosync.report import MemberOutcome
 from aiosync.worker_group import WorkerGroup
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from statemachines.events import Transition
     from statemachines.hub import TransitionHub
 
+logger = logging.getLogger(__name__)
 _OVER = (Trigger.COMPLETE, Trigger.ABORT, Trigger.FAIL)
 
 
@@ -43,20 +47,18 @@ _OVER = (Trigger.COMPLETE, Trigger.ABORT, Trigger.FAIL)
 class FleetGateway:
     """Enter it, then `serve` it like a worker engine; decide about its offers here or over HTTP.
 
-    A round is committed by all members or by none: finish is sent once every member has received
-    and verified everything. An offer that nobody decides about within `hold_s` seconds, or within
-    what is left of the trainer's round, is refused; a trainer of ours is told while it waits, and
-    counts that time neither as silence nor against its ``admit``.
+    Finish is sent once every member (or as many as the fleet's policy asks for) has received and
+    verified everything; the fleet learns who holds the version then. An offer that nobody decides
+    about within `hold_s` seconds, or within what is left of the trainer's round, is refused; a
+    trainer of ours is told while it waits, and counts that time neither as silence nor against its
+    ``admit``.
 
     Args:
-        fleet: Its members must be aiosync workers, its policy ``"all"``.
+        fleet: Its members must be aiosync workers.
         name: Of the gateway, in events and errors.
         hold_s: Longest wait for a decision.
         hub: Watch through a hub of your own.
         heartbeat_s, misses, wait_s: As for `WorkerGroup`.
-
-    Raises:
-        Validation: The fleet has another policy.
     """
 
     def __init__(
@@ -70,10 +72,6 @@ class FleetGateway:
         misses: int = 3,
         wait_s: float = DEFAULTS.connect_s,
     ) -> None:
-        if str(fleet.policy) != "all":
-            raise Validation(
-                f"a gateway commits on all members or on none; the fleet's policy is {fleet.policy}"
-            )
         links = links_of(fleet)
         self.name = name
         self.group = WorkerGroup(
@@ -85,14 +83,20 @@ class FleetGateway:
             wait_s=wait_s,
         )
         for rank, link in zip(self.group.ranks, links, strict=True):
-            rank.link.name = link.name
+            rank.link.name, rank.link.member = link.name, link.member
             rank.title = f"member {link.name}"
+        self._roster = fleet.roster
+        if self._roster.tolerant:
+            self.group.spares = Spares(self.group, fleet.policy, fleet.patience)
         self.desk = OfferDesk(name, check_seconds(hold_s, "hold_s"))
         self._running: RoundRecord | None = None
         self._unwatch = self.group.events.on_transition(self._note)
 
     async def __aenter__(self) -> Self:
         await self.group.__aenter__()
+        mix = of_links([rank.link for rank in self.group.ranks])
+        if mix is not None:
+            logger.warning("%s: %s", self.name, mix)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -166,6 +170,7 @@ class FleetGateway:
         record = await self.desk.hold(header)
         if record.state == ACCEPTED and group.cycle.session is None:
             self._running = record
+            self._roster.begins()
         try:
             await getattr(group, method)(header=header)
         except BaseException as error:
@@ -220,6 +225,10 @@ class FleetGateway:
         return self.group.weight_checker
 
     @property
+    def weights(self) -> Weights:
+        return self.group.weights
+
+    @property
     def events(self) -> TransitionHub:
         """Transitions of the members as one worker."""
         return self.group.events
@@ -251,6 +260,8 @@ class FleetGateway:
         record.version = target or record.version
         members = [_outcome(rank, target) for rank in self.group.ranks]
         self.desk.end(record, state, reason, members)
+        settle(self._roster, self.group.ranks, members, target)
+        self._roster.ended()
 
 
 def _outcome(rank: Rank, target: Version | None) -> MemberOutcome:

@@ -28,6 +28,7 @@ import msgspec
 from aiosync.concurrency import Supervisor, first_line, to_its_end
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import InvalidTransition, PeerLost, Validation
+from aiosync.group_spares import ROUND_PHASES
 from aiosync.members import fan_out, opened
 from aiosync.messages import RoundHeader
 from aiosync.rendezvous import owner_name
@@ -42,8 +43,9 @@ from aiosync.worker_group_state import merge_states, merge_weights
 from statemachines.tables import State, Trigger
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
+    from aiosync.group_spares import Spares
     from aiosync.members import MemberLink
     from aiosync.messages import PeerState
     from statemachines.hub import TransitionHub
@@ -99,6 +101,8 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
         self._entered = False
         self._deadline = 0.0
         self._opening = False
+        self.spares: Spares | None = None
+        """Who takes part, where a round may go on without some (a gateway's policy)."""
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(opened([rank.link for rank in self.ranks]))
@@ -130,16 +134,19 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
         if not self._entered:
             raise InvalidTransition("enter the group first: async with WorkerGroup(...)")
         with self._changing_channel():
+            own = functools.partial(info_of, init_info, custom=self._info_of)
+            if self.spares is not None:
+                self.spares.begin_init(init_info, own)
             await self._all(Rank.probe, phase="init")
             self._count()
-            own = functools.partial(info_of, init_info, custom=self._info_of)
-            places = give_places(self.ranks)
+            places = give_places(self.ranks if self.spares is None else [])
+            # With spares nobody may depend on another one's memory.
 
             def join(rank: Rank) -> Awaitable[None]:
-                return rank.join(own(rank), places[rank.index])
+                return rank.join(own(rank), places[rank.index] if places else None)
 
             # The rank that receives for the others has to be there before they look for it.
-            lead = 0 if places[0] is None else 1
+            lead = 1 if any(places) else 0
             await self._all(join, phase="init", ranks=self.ranks[:lead])
             await self._all(join, phase="init", ranks=self.ranks[lead:])
 
@@ -147,13 +154,17 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
         header = self.cycle.header
         limit = None if header is None else header.deadline_s
         self._deadline = time.monotonic() + (limit or DEFAULTS.total_s)
+        if self.spares is not None:
+            await self.spares.gather()
         await self._call_all("start_weight_update", phase="start")
 
     async def receive_weights(self, update_info: Any) -> None:
+        def part(rank: Rank) -> Any:
+            own = of_rank(update_info, rank)
+            return own if self.spares is None else self.spares.payload(own, rank)
+
         await self._all(
-            lambda rank: rank.call(
-                "update_weights", of_rank(update_info, rank), header=self.header_of(rank)
-            ),
+            lambda rank: rank.call("update_weights", part(rank), header=self.header_of(rank)),
             phase="update",
         )
 
@@ -187,8 +198,12 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
 
     @property
     def weights(self) -> Weights:
-        """The least that can be said of all ranks: torn, too, where their versions differ."""
-        return merge_weights(self.ranks)
+        """The least that can be said of all ranks: torn, too, where their versions differ.
+
+        With spares: of enough of them.
+        """
+        enough = None if self.spares is None else self.spares.weights()
+        return enough or merge_weights(self.ranks)
 
     @weights.setter
     def weights(self, value: Weights) -> None:
@@ -197,6 +212,8 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
     @property
     def reusable_after_abort(self) -> bool:  # type: ignore[override]  # here it depends
         """Whether every rank confirmed that it can carry another round."""
+        if self.spares is not None:
+            return self.spares.enough(lambda rank: rank.is_ready)
         return all(rank.is_ready for rank in self.ranks)
 
     def received_bytes(self) -> int:
@@ -209,7 +226,12 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
 
     def peer_state(self) -> PeerState:
         mine = super().peer_state()
-        return msgspec.structs.replace(mine, **merge_states(mine, self.ranks))
+        if self.spares is None:
+            return msgspec.structs.replace(mine, **merge_states(mine, self.ranks))
+        fields = merge_states(mine, self.spares.present)
+        facts = self.spares.facts(mine.incarnation)
+        fields["detail"] |= facts.pop("parts") | {"ranks": [rank.facts() for rank in self.ranks]}
+        return msgspec.structs.replace(mine, **{**fields, **facts})
 
     def wrong_order(self, what: str) -> InvalidTransition:
         error = super().wrong_order(what)
@@ -267,7 +289,16 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
             return await call(self._by_link[link])
 
         links = [rank.link for rank in (self.ranks if ranks is None else ranks)]
+        if self.spares is not None and phase in ROUND_PHASES:
+            await self.spares.call(links, one, phase=phase)
+            return
+        if self.spares is not None:
+            links = [link for link in links if self._by_link[link].lost is None]
         await fan_out(links, one, phase=phase, linger=DEFAULTS.cleanup_s / 4)
+
+    def start(self, running: Coroutine[Any, Any, None], rank: Rank) -> None:
+        """Go on with something that concerns one rank, beside everything else."""
+        self._watching.start(running, name=f"{self.name}-rank-{rank.index}")
 
     def _count(self) -> None:
         for before, rank in zip(self.ranks, self.ranks[1:], strict=False):
@@ -289,6 +320,8 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
         """Between rounds, a rank that is gone or no longer ours ends the channel."""
         self.pausing.judge_again()
         if self._opening or self.state is not State.INITIALIZED:
+            return
+        if self.spares is not None and self.spares.enough(lambda rank: rank.trouble is None):
             return
         for rank in self.ranks:
             if rank.trouble is not None:

@@ -5,6 +5,7 @@ A rank that failed, or whose answer is lost, is asked what it holds; finish is n
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -15,6 +16,10 @@ from aiosync.errors import AiosyncError, OutcomeUnknown, PhaseTimeout, Torn
 from aiosync.watchable import BUSY
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from aiosync.group_spares import Spares
+    from aiosync.members import MemberLink
     from aiosync.worker_group import WorkerGroup
     from aiosync.worker_group_peer import Rank
 
@@ -43,13 +48,20 @@ async def commit(group: WorkerGroup) -> None:
                 return
         done.append(rank)
 
+    spares = group.spares
+    ranks = group.ranks if spares is None else spares.present
     with anyio.move_on_after(DEFAULTS.finish_s) as scope:
-        async with anyio.create_task_group() as tasks:
-            for rank in group.ranks:
-                tasks.start_soon(one, rank)
-    for rank in group.ranks:
+        if spares is None:
+            async with anyio.create_task_group() as tasks:
+                for rank in ranks:
+                    tasks.start_soon(one, rank)
+        else:
+            await _each(spares, ranks, one, failures)
+    for rank in ranks:
         rank.write_off()
-    late = [r for r in group.ranks if r not in done and all(r is not f for f, _ in failures)]
+    if spares is not None and spares.enough(lambda rank: rank in done):
+        return  # the others are left behind
+    late = [r for r in ranks if r not in done and all(r is not f for f, _ in failures)]
     if late:  # or its task was cancelled alone, from outside
         text = f"finish took longer than {DEFAULTS.finish_s:g} s"
         if not scope.cancelled_caught:
@@ -57,6 +69,26 @@ async def commit(group: WorkerGroup) -> None:
         failures += [(rank, PhaseTimeout(text, phase="finish", rank=rank.index)) for rank in late]
     if failures:
         raise _verdict(group, done, failures)
+
+
+async def _each(
+    spares: Spares,
+    ranks: Sequence[Rank],
+    one: Callable[[Rank], Awaitable[None]],
+    failures: list[tuple[Rank, BaseException]],
+) -> None:
+    """`one` for every rank; those that fail, or hold up enough others for too long, are struck."""
+    by_link = {rank.link: rank for rank in ranks}
+
+    async def strict(link: MemberLink) -> None:
+        rank = by_link[link]
+        await one(rank)
+        for failed, error in failures:
+            if failed is rank:
+                raise error
+
+    with suppress(AiosyncError):  # too few: judged by who is done
+        await spares.call(by_link, strict, phase="finish")
 
 
 async def _did_commit(group: WorkerGroup, rank: Rank) -> bool:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from aiosync.generation import GenerationGate
+    from aiosync.group_spares import Spares
     from aiosync.version import Version
     from aiosync.weight_targets import Target
     from aiosync.worker_group_peer import Rank
@@ -29,11 +30,14 @@ class GroupControls:
     owner: str
     generation: GenerationGate
     pausing: Pausing
+    spares: Spares | None
     _all: Callable[..., Awaitable[None]]
 
     @property
     def version(self) -> Version | None:
-        """What all ranks hold; None where they differ or one is lost."""
+        """What all ranks hold (or enough of them); None where they differ or one is lost."""
+        if self.spares is not None:
+            return self.spares.held()
         first = self.ranks[0].version
         same = all(rank.lost is None and rank.version == first for rank in self.ranks)
         return first if same else None

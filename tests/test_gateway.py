@@ -182,11 +182,12 @@ async def test_a_member_that_fails_is_named_in_the_record():
         await whole(h, 2, 2)
 
 
-async def test_policies_that_a_gateway_cannot_keep_are_refused():
+async def test_a_policy_needs_a_data_plane_with_a_reader_for_each_member():
     async with by_hand.by_hand() as engine:
         fleet = FleetClient([Member("m", DirectClient(engine))], policy="quorum(1)")
-        with pytest.raises(Validation, match="policy is quorum"):
-            FleetGateway(fleet)
+        async with FleetGateway(fleet, heartbeat_s=5.0) as gateway:
+            with pytest.raises(Validation, match=r"policy quorum\(1\): .*all members together"):
+                await by_hand.owned(gateway.group)
 
 
 async def test_vllms_own_client_drives_the_members_through_the_gateway():

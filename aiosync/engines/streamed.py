@@ -234,7 +234,7 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         self._bytes_before = sender.progress.nbytes
         attendance = round.attendance
         if self.per_member:
-            cast("PerReader", sender).roll = attendance if attendance.tolerant else None
+            cast("PerReader", sender).roll = attendance if attendance.spares_readers else None
         keeper = self.fleet.keeper if self.fleet is not None and round.target == MODEL else None
         linger = round.budget.cleanup / 4
         summary = await stream_out(
