@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any, final
 
 from aiosync.errors import Busy, WrongLoop, WrongProcess
 from aiosync.round import Round
-from aiosync.round_options import NEXT
+from aiosync.round_options import NEXT, RoundSettings
 from aiosync.ticket_desk import check_version
 from aiosync.version import Version, next_version
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-    from aiosync.round_options import RoundSettings
     from aiosync.source_side import SourceSide
     from aiosync.trainer import TrainerWeightTransferEngine
     from aiosync.weight_targets import Target
@@ -116,6 +115,22 @@ class Admission:
                 " make a new engine in this one"
             )
 
+    def settings(self, what: str, version: Any, options: Mapping[str, Any]) -> RoundSettings:
+        """What `what` was called with; see `RoundSettings.of`.
+
+        With other trainer ranks a call that is wrong on this one begins a round all the same: they
+        wait for this rank at the first meeting, and are told there.
+
+        Raises:
+            TypeError, Validation: This rank is alone, and the call is wrong.
+        """
+        try:
+            return RoundSettings.of(what, version, options)
+        except Exception as error:
+            if self._engine.ranks.size == 1:
+                raise
+            return RoundSettings.refused(error, options)
+
     def make(self, settings: RoundSettings, source_side: SourceSide | None = None) -> Round:
         """The round, which has no turn yet; its version is the one it would have now.
 
@@ -124,11 +139,21 @@ class Admission:
 
         Raises:
             WrongLoop: No event loop runs here.
-            Validation: The settings' source is none.
+            Validation: The settings' source is none, or there is no such version; with other
+                trainer ranks as in `settings`.
         """
         _running_loop()
-        side = source_side or self._engine.source_side.of(settings)
-        return Round(self._engine, self._resolve(settings), settings, source_side=side)
+        engine = self._engine
+        try:
+            side = source_side or engine.source_side.of(settings)
+            version = self._resolve(settings)
+        except Exception as error:
+            if engine.ranks.size == 1:
+                raise
+            options = {"budget": settings.budget, "on_busy": settings.on_busy}
+            settings, side = RoundSettings.refused(error, options), engine.source_side
+            version = self._resolve(settings)
+        return Round(engine, version, settings, source_side=side)
 
     def join(self, round: Round) -> None:
         """Give `round` the slot, or a place in the queue if it may wait for its turn.

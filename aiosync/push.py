@@ -12,7 +12,7 @@ import anyio
 
 from aiosync.concurrency import run_to_end
 from aiosync.errors import Busy, Validation
-from aiosync.round_options import NEXT, RoundSettings
+from aiosync.round_options import NEXT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aiosync.metadata import ParamMeta
     from aiosync.passes import Pair
     from aiosync.report import Report
-    from aiosync.round_options import Next, RoundOptions
+    from aiosync.round_options import Next, RoundOptions, RoundSettings
     from aiosync.trainer import TrainerWeightTransferEngine
     from aiosync.version import Version
 
@@ -273,7 +273,7 @@ def open_session(
         raise Validation(
             f"{type(engine).__name__} overrides send_weights: it takes its tensors from its source"
         )
-    settings = RoundSettings.of("session", version, engine.round_defaults | options)
+    settings = engine.admission.settings("session", version, engine.round_defaults | options)
     if settings.source is not None:
         raise Validation(
             "session takes no source=: what is sent is what comes; say metadata= instead"

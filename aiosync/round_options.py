@@ -87,6 +87,8 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
         total: Seconds from the call to the deadline.
         deadline: Of `time.monotonic`.
         expired_s: Seconds since the ticket's own deadline, where that has passed.
+        refusal: What was wrong with the call: the round ends by it before anything moves, once
+            the trainer's other ranks have heard of it.
     """
 
     version: Any = NEXT
@@ -101,6 +103,7 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     total: float
     deadline: float
     expired_s: float | None = None
+    refusal: Any = None
 
     @property
     def driven(self) -> str | None:
@@ -120,6 +123,17 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
             if name not in OPTIONS:
                 raise TypeError(f"{what}() takes no {name}=; it takes {', '.join(OPTIONS)}")
         return cls._made(version=version, **options)
+
+    @classmethod
+    def refused(cls, error: Exception, options: Mapping[str, Any]) -> Self:
+        """Of a call that cannot be carried out; what is right in it still counts."""
+        on_busy = options.get("on_busy")
+        try:
+            limits = Budget.of(options.get("budget"), options.get("timeout"))
+        except Exception:  # noqa: BLE001  this may be what is wrong
+            limits = None
+        made = cls._made(budget=limits, on_busy=on_busy if on_busy in _ON_BUSY else "raise")
+        return msgspec.structs.replace(made, refusal=error)
 
     def inside(self, outer: Self) -> Self:
         """Of a round inside another: its ticket and target are that one's, and so is a pause.

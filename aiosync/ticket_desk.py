@@ -85,12 +85,14 @@ class TicketDesk:
             del self._reports[next(iter(self._reports))]
 
     def check(self, settings: RoundSettings) -> None:
-        """Refuse a ticket that is not for this engine here and now.
+        """Refuse what is no call at all, and a ticket that is not for this engine here and now.
 
         Raises:
             Validation: Names the field of the ticket.
             PhaseTimeout: It has expired.
         """
+        if settings.refusal is not None:
+            raise settings.refusal
         ticket = settings.ticket
         if ticket is None or self.recorded(ticket) is not None:
             return

@@ -26,7 +26,7 @@ from aiosync.proxy import ClientProxy
 from aiosync.push import open_session
 from aiosync.ranks import TrainerRanks
 from aiosync.rendezvous import open_channel, owner_name, say_goodbye
-from aiosync.round_options import NEXT, RoundSettings
+from aiosync.round_options import NEXT
 from aiosync.source_side import SourceSide
 from aiosync.sources import as_source
 from aiosync.ticket_desk import TicketDesk
@@ -201,7 +201,7 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
             AiosyncError: One of its kinds, or the source's own exception; with ``.report``.
         """
         given = self.round_defaults | options
-        settings = RoundSettings.of("send_weights", version, given)
+        settings = self.admission.settings("send_weights", version, given)
         if is_inside(self):  # an override calls this one
             return await self.run_round(self.admission.make_inner(settings))
         this = self.admission.make(settings)
@@ -219,7 +219,7 @@ class TrainerWeightTransferEngine(Watchable, TrainerHooks[Init]):
             Busy: Another round is under way, and this one was not to wait.
         """
         given = self.round_defaults | options
-        this = self.admission.make(RoundSettings.of("begin_update", version, given))
+        this = self.admission.make(self.admission.settings("begin_update", version, given))
         self.admission.join(this)
         return self.start_round(this, self.cycle.own_body(this))
 

@@ -20,7 +20,7 @@ from aiosync.member_checks import check_options
 from aiosync.members import MemberLink, fan_out, fleet_of, links_of, opened, own_info
 from aiosync.overrides import bare_of, call_step
 from aiosync.rendezvous import check_policy, initialise, owner_name
-from aiosync.round_options import NEXT, OPTIONS, RoundSettings
+from aiosync.round_options import NEXT, OPTIONS
 from aiosync.watchable import BUSY
 from statemachines.tables import State, Trigger
 from transports.lane import Lane
@@ -55,7 +55,8 @@ class TrainerCycle:
         engine = self.engine
         ours = {name: value for name, value in options.items() if name in OPTIONS}
         ours = engine.round_defaults | ours
-        settings = RoundSettings.of("send_weights", options.get("version", NEXT), ours)
+        version = options.get("version", NEXT)
+        settings = engine.admission.settings("send_weights", version, ours)
         options.pop("on_busy", None)  # settled here
         this = engine.admission.make(settings)
         engine.admission.join(this)

@@ -206,16 +206,25 @@ async def test_all_ranks_carry_out_the_same_ticket(tmp_path):
 
 @pytest.mark.asyncio
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("which", "me"), [("other", 1), ("stale", 0), ("stale", 1)])
+@pytest.mark.parametrize(
+    ("which", "me"),
+    [("other", 1), ("stale", 0), ("stale", 1), ("garbled", 1), ("contradicted", 0)],
+)
 async def test_a_ticket_that_one_rank_cannot_take_ends_the_round_on_all(which, me, tmp_path):
     async with replica(kind="ranks", seed=2) as worker:
         old = await worker.facts()
         said = await train(2, tmp_path, worker, ticket=which, me=me, rounds=2)
-        expected = {"other": ("Validation", "ticket differs"), "stale": ("PhaseTimeout", "expired")}
+        expected = {
+            "other": ("Validation", "ticket differs"),
+            "stale": ("PhaseTimeout", "expired"),
+            "garbled": ("Validation", "ticket is damaged"),
+            "contradicted": ("Validation", "version=99 was given"),
+        }
         kind, text = expected[which]
         for rank in said:
             assert rank[0]["kind"] == kind
             assert text in rank[0]["error"]
+            assert rank[0]["error"] == said[0][0]["error"]
             assert rank[0]["state"] == "initialized"
             assert rank[1]["outcome"] == "committed"
         assert (await worker.facts())["prints"] != old["prints"]

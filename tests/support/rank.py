@@ -103,6 +103,8 @@ async def a_ticket(engine, options) -> str:  # type: ignore[no-untyped-def]
             return msgspec.structs.replace(ticket, id="another").encode()
         if options.ticket == "stale":
             return msgspec.structs.replace(ticket, issued_at=ticket.issued_at - 900).encode()
+        if options.ticket == "garbled":
+            return word[:-2] + "!!"
     return word
 
 
@@ -137,6 +139,8 @@ async def one_round(engine, source, options, loop) -> None:  # type: ignore[no-u
     what = {} if options.next else {"version": options.version}
     if options.ticket:
         what = {"ticket": await a_ticket(engine, options)}
+        if options.ticket == "contradicted" and options.rank == options.me and options.version == 1:
+            what["version"] = 99
     if options.odd == "source" and options.rank == options.me:
         what["source"] = ModuleSource(source.module)
     sending = asyncio.ensure_future(engine.send_weights(**what, budget=budget))
@@ -180,7 +184,7 @@ async def main() -> None:
     parser.add_argument("--odd", help="what differs on the rank --me: dtype or source")
     parser.add_argument("--next", help="leave the version out")
     parser.add_argument("--again", help="give the ticket of the first round again")
-    parser.add_argument("--ticket", help="same; or what rank --me gets: other, stale")
+    parser.add_argument("--ticket", help="same; or what rank --me gets: other, stale, garbled")
     parser.add_argument("--total", type=float, default=15.0)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
