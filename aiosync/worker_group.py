@@ -139,8 +139,8 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
                 self.spares.begin_init(init_info, own)
             await self._all(Rank.probe, phase="init")
             self._count()
-            places = give_places(self.ranks if self.spares is None else [])
             # With spares nobody may depend on another one's memory.
+            places = give_places(self.ranks if self.spares is None else [])
 
             def join(rank: Rank) -> Awaitable[None]:
                 return rank.join(own(rank), places[rank.index] if places else None)
