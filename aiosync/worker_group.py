@@ -61,6 +61,7 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
     Each rank is an ordinary worker engine behind a server of its own, on a Unix socket as a rule.
     Requests that use all ranks hold ``group.generation.request()``: the ranks swap while nobody
     does. Leaving the block releases the ranks' channels; the processes are their owner's.
+    Ranks whose config says ``staging="shared_host"`` receive each round once, for all of them.
 
     Args:
         ranks: URLs or clients, in the order of the ranks.

@@ -347,6 +347,16 @@ def test_a_backend_that_receives_elsewhere_is_refused():
     assert not NCCLWeightTransferEngine.shares_staging
 
 
+@pytest.mark.parametrize("staging", ["private", "shared_host"])
+def test_over_ipc_a_model_on_a_gpu_is_filled_from_the_hosts_copy(staging, monkeypatch):
+    own = lambda _: (torch.device("cpu"), "GPU-1")  # noqa: E731
+    monkeypatch.setattr("aiosync.engines.ipc.own_device", own)
+    config = WeightTransferConfig("ipc", staging=staging)
+    create = aiosync.WeightTransferEngineFactory.create_engine
+    engine = create(config, model=trained(0.0))
+    assert engine.peer_state().detail.get("gpu") == {"private": "GPU-1"}.get(staging)
+
+
 @pytest.mark.asyncio
 async def test_a_worker_without_a_group_is_told():
     config = WeightTransferConfig("ipc", **SHARED)

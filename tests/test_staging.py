@@ -75,10 +75,10 @@ class Ranks:
         followers = [FollowReceiver(rank, **where) for rank in range(1, size)]
         self.receivers = [LeadReceiver(self.bytes, others=size - 1, **where), *followers]
 
-    def replace(self, rank: int) -> None:
-        """Another process takes the rank's place."""
-        self.memories[rank].release()
-        self.memories[rank] = StagingMemory()
+    def close(self) -> None:
+        """What a lane's caller does once call and abort have returned."""
+        for receiver in self.receivers:
+            receiver.close()
 
     def begin(self, *, layout=lambda rank: "same", only=None, nbytes=NBYTES):
         """Each rank's part of one round; a list of futures of its bytes and its summary."""
@@ -189,6 +189,7 @@ def test_ranks_that_were_told_of_other_tensors_do_not_meet():
         them.receivers[0].abort()
         with pytest.raises(TransportAborted):
             one.result(STALL)
+        them.close()
         them.round(3)
 
 
@@ -219,7 +220,34 @@ def test_a_rank_that_is_aborted_while_bytes_arrive(rank):
         with pytest.raises(PeerLost) as caught:
             parts[1 - rank].result(STALL)
         assert caught.value.rank == rank
+        them.close()
         them.round(5)
+
+
+def test_closing_a_lead_that_waits_for_the_others_is_not_the_next_rounds_business():
+    with ranks(2) as them:
+        lead, follower = them.receivers
+        options = {"round": 1, "stall": STALL}
+        maps = [
+            them.pool.submit(receiver.map, memory, NBYTES, layout="same", **options)
+            for receiver, memory in zip(them.receivers, them.memories, strict=True)
+        ]
+        memory, _ = [future.result(STALL) for future in maps]
+        views = [memory[:256], memory[256:NBYTES]]
+        landed = threading.Event()
+        waiting = them.pool.submit(
+            lead.receive, PLAN, views.__getitem__, lambda _: landed.set(), **options
+        )
+        assert landed.wait(STALL)
+        while waiting.running() and lead._readers is not None and not lead._readers._done:
+            time.sleep(0.01)
+        lead.close()  # from this thread, as when the lane was given up
+        with pytest.raises(TransportAborted):
+            waiting.result(STALL)
+        follower.close()
+        assert not them.bytes.aborted
+        them.number = 1
+        them.round(6)
 
 
 def test_a_rank_that_never_comes_is_named():

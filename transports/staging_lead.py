@@ -152,16 +152,19 @@ class LeadReceiver:
 
     def abort(self) -> None:
         """See `transports.stream.Receiver.abort`."""
+        self._interrupt()
+        self.inner.abort()
+
+    def _interrupt(self) -> None:
         self._waker.wake()
         readers = self._readers
         if readers is not None:
             readers.shutdown()
-        self.inner.abort()
 
     def close(self) -> None:
         """Drop the round's connections; from any thread."""
-        self.inner.close()
-        self._turn.now_or_afterwards(self._drop, self.abort)
+        self.inner.close()  # by itself: an abort that came after it would be the next round's
+        self._turn.now_or_afterwards(self._drop, self._interrupt)
 
     def _drop(self) -> None:
         self._end_round()
@@ -169,7 +172,7 @@ class LeadReceiver:
 
     def release(self) -> None:
         """End for good, but for `inner`; from any thread."""
-        self._turn.now_or_afterwards(self._dispose, self.abort)
+        self._turn.now_or_afterwards(self._dispose, self._interrupt)
 
     def _dispose(self) -> None:
         self._end_round()
