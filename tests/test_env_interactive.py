@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 
 import models
 import pytest
 from interpreters import interpreter, run
-from limits import SLACK
 from processes import replica
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -106,12 +104,10 @@ async def test_terminal_prompt(tmp_path):
         superseding = send.replace("()", "(on_busy='supersede')")
         assert await prompt.cell(superseding) == ["committed"]
         assert await prompt.cell("await stack.aclose(); said.append(sync.state)") == ["closed"]
-        began = time.monotonic()
         prompt.enter("exit")
         async with asyncio.timeout(20):
             await process.wait()
         assert process.returncode == 0
-        assert time.monotonic() - began < 5 + SLACK
         complaints = (await process.stderr.read()).decode()
         for sign in ("destroyed", "never awaited", "never retrieved", "ResourceWarning"):
             assert sign not in complaints

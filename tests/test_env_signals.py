@@ -63,7 +63,7 @@ async def test_sigterm_to_a_whole_tree_in_the_middle_of_a_round(how, tmp_path):
 
 async def test_programs_end_whatever_they_dropped_left_open_or_wait_for():
     async with replica(seed=2) as worker:
-        lines, err, code = await run("endings.py", worker.url)
+        lines, err, code = await run("endings.py", worker.url, seconds=90)
         assert (err, code) == ("", 0)
         facts = await worker.wait_state("idle", "initialized", "failed")
         assert facts["weights"] == "intact"

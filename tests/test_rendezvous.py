@@ -137,6 +137,20 @@ def test_a_store_that_is_closed_on_the_way_to_it_is_not_waited_for(monkeypatch):
     meeting.close()
 
 
+def test_a_limit_that_comes_late_leaves_the_last_word_to_who_knows_more():
+    """As after a second in which the whole machine stood still: both timers are overdue."""
+    late = time.monotonic() - 5
+    with hosted() as host, met(host, size=2, names=("one", "two")) as meeting:
+        with pytest.raises(PhaseTimeout, match=r"still waiting for one.*two") as caught:
+            with meeting.limited("join", deadline=late):
+                time.sleep(0.05)
+                meeting.gather("here", deadline=late)
+        assert caught.value.replica == "one"
+        with pytest.raises(PhaseTimeout, match="could not join in time"):
+            with meeting.limited("join", deadline=late):
+                meeting.gather("here", deadline=soon())
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library's resolver settings")
 def test_a_name_server_that_does_not_answer_delays_little():
     # torch asks it what the store's address is called. In a process of its own: torch learns.

@@ -45,6 +45,7 @@ _AGAIN_SECONDS = 0.1
 _ANNOUNCE_SECONDS = 5.0  # one message to the store, which answers nothing
 _LAST_WORDS_SECONDS = 0.3  # what a rank said before it left comes over another connection
 _REPLY_SECONDS = 1.0  # after the deadline, to ask who is missing
+_LAST_CHANCE_SECONDS = 0.3  # the same, when this machine stood still beyond the limit
 
 
 _UNSETTLED: weakref.WeakSet[Meeting] = weakref.WeakSet()
@@ -244,11 +245,13 @@ class Meeting:
             deadline: Of `time.monotonic`.
             interrupt: Wakes calls that do not wait for the store; from another thread.
         """
-        is_over = False
+        is_over, left = False, threading.Event()
 
         def expire() -> None:
             nonlocal is_over
-            if not self.aborted:
+            if time.monotonic() > deadline + _LAST_CHANCE_SECONDS:
+                left.wait(_LAST_CHANCE_SECONDS)  # who waits can name the missing ones
+            if not self.aborted and not left.is_set():
                 is_over = True
                 self._interrupt()
                 interrupt()
@@ -267,6 +270,7 @@ class Meeting:
                 raise
             raise PeerLost(f"{text}: {_short(error)}") from error
         finally:
+            left.set()
             timer.cancel()
 
     def __repr__(self) -> str:
