@@ -63,21 +63,26 @@ async def handle(
     except (ConnectionError, web.RequestPayloadError) as error:  # hung up, or garbled chunks
         broken = Validation(f"the body broke off: {type(error).__name__}: {error}")
         return _whole(service.failure(broken, headers), hang_up=True)
-    response = await service.dispatch(request.method, path, request.query, headers, body)
+    response = await service.answer(request.method, path, request.query, headers, body)
     if response.stream is None:
         return _whole(response)
     return await _streamed(request, response)
 
 
 async def _read(request: web.Request, limit: int) -> bytes:
+    if request.content.is_eof():  # all of it came with the headers: nothing is waited for
+        return await _all_of(request, limit)
+    with anyio.move_on_after(DEFAULTS.rpc_s):
+        return await _all_of(request, limit)
+    raise PhaseTimeout(f"the body did not arrive within {DEFAULTS.rpc_s:g} s")
+
+
+async def _all_of(request: web.Request, limit: int) -> bytes:
     body = bytearray()
-    with anyio.move_on_after(DEFAULTS.rpc_s) as scope:
-        async for data in request.content.iter_any():
-            body += data
-            if len(body) > limit:
-                raise too_large("body", limit)
-    if scope.cancelled_caught:
-        raise PhaseTimeout(f"the body did not arrive within {DEFAULTS.rpc_s:g} s")
+    async for data in request.content.iter_any():
+        body += data
+        if len(body) > limit:
+            raise too_large("body", limit)
     return bytes(body)
 
 

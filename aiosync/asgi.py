@@ -67,7 +67,7 @@ class ASGIApp:
             return
         query = scope.get("query_string", b"").decode("utf-8", "replace")
         pairs = dict(reversed(parse_qsl(query, keep_blank_values=True)))  # the first one counts
-        response = await service.dispatch(method, path, pairs, headers, body)
+        response = await service.answer(method, path, pairs, headers, body)
         if response.stream is None:
             await _whole(response, send)
         else:

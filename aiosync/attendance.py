@@ -195,8 +195,12 @@ class Attendance:
         *,
         phase: str,
         linger: float,
+        direct: bool = False,
     ) -> None:
         """One call to each of `links` that is still in; waits for all but those that are struck.
+
+        Args:
+            direct: See `fan_out`.
 
         Raises:
             The root cause, where the round cannot go on without those who failed.
@@ -205,7 +209,7 @@ class Attendance:
         if self.tolerant:
             await _Calls(self, call, phase, linger).run(links)
         else:
-            await fan_out(links, call, phase=phase, linger=linger)
+            await fan_out(links, call, phase=phase, linger=linger, direct=direct)
 
     def elapsed(self) -> float:
         return time.monotonic() - self._began

@@ -136,6 +136,11 @@ class HTTPVLLMWeightSyncClient(ControlCalls, DrivingCalls, KnowsFormerNames):
             raise Refused(f"{self.name} is no URL that another process can reach")
         return await self._connections.reach()
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no code of a caller's has a part in a call: neither a session nor a wire."""
+        return isinstance(self._connections, Connections) and not self._connections.shares_session
+
     def __repr__(self) -> str:
         return f"<HTTPVLLMWeightSyncClient {self.name} {self._connections!r}>"
 

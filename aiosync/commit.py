@@ -48,7 +48,9 @@ async def commit(round: Round) -> None:
     async def all_of_them() -> None:
         try:
             linger = round.budget.cleanup
-            await round.attendance.call(round.links, one, phase="finish", linger=linger)
+            await round.attendance.call(
+                round.links, one, phase="finish", linger=linger, direct=True
+            )
         except Exception as error:  # noqa: BLE001  raised below, outside the shield
             failures.append(error)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 import anyio
 
 from aiosync.errors import AiosyncError, RemoteError, RoundCancelled
+from aiosync.foreign import Stray, stoppable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -104,7 +105,12 @@ def check_ended(ended: bool, what: str) -> None:
             which the group takes for a cancellation of its own, and drops.
     """
     if not ended:
-        raise RoundCancelled(f"a task of this {what} was cancelled from outside")
+        raise cancelled_from_outside(what)
+
+
+def cancelled_from_outside(what: str) -> RoundCancelled:
+    """What a task ends with that somebody cancelled, and not through its owner."""
+    return RoundCancelled(f"a task of this {what} was cancelled from outside")
 
 
 def raise_ranked(failures: list[BaseException]) -> None:
@@ -333,32 +339,10 @@ class Milestone:
 
 async def hold_on(fn: Callable[[], Awaitable[None]], *, grace: float) -> None:
     """Await ``fn()``; when cancelled meanwhile, give it `grace` seconds more to end by itself."""
-    done = anyio.Event()
-    ended = False
-    scope = anyio.CancelScope(shield=True)  # the owner outlives a cancellation, by `grace`
-
-    async def owner() -> None:
-        nonlocal ended
-        try:
-            with scope:
-                await fn()
-                ended = True
-        finally:
-            done.set()
-
-    async def waiter() -> None:
-        try:
-            await done.wait()
-        except BaseException:
-            with anyio.move_on_after(grace, shield=True):  # bounded by `grace`
-                await done.wait()
-            scope.cancel()
-            raise
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(owner)
-        group.start_soon(waiter)
-    check_ended(ended, "finish")
+    try:
+        await stoppable(fn, patience=grace, grace=grace, what="finish")
+    except Stray as error:
+        raise cancelled_from_outside("finish") from error
 
 
 async def quietly(fn: Callable[[T], Awaitable[None]], arg: T) -> None:

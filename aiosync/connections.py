@@ -132,6 +132,11 @@ class Connections:
         self._headers = dict(headers or {})
         self._scopes: dict[asyncio.AbstractEventLoop, _Scope] = {}
 
+    @property
+    def shares_session(self) -> bool:
+        """Whether the session is the caller's, who may have put code into it."""
+        return self._given is not None
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_given": None, "_scopes": {}}
 

@@ -22,14 +22,23 @@ _LEFT: set[asyncio.Task[Any]] = set()
 # The loop holds tasks weakly, and a task that is destroyed before its end complains.
 
 
-async def stoppable(fn: Callable[[], Awaitable[T]], *, grace: float, what: str) -> T:
-    """Await ``fn()``; when cancelled, give it `grace` seconds to end.
+class Stray(RuntimeError):
+    """A cancellation that nobody asked for."""
+
+
+async def stoppable(
+    fn: Callable[[], Awaitable[T]], *, grace: float, what: str, patience: float = 0.0
+) -> T:
+    """Await ``fn()``; when cancelled, cancel it `patience` seconds later, unless it has ended.
+
+    Whoever cancels the caller meanwhile, once more or in another way, changes nothing about that.
 
     Args:
+        grace: Seconds that it then gets to end.
         what: Its name in the log and in errors.
 
     Raises:
-        RuntimeError: It was cancelled, although nobody asked for that: it is no success, and a
+        Stray: It was cancelled, although nobody asked for that: it is no success, and a
             task group would take the cancellation for its own and drop it.
     """
 
@@ -45,14 +54,15 @@ async def stoppable(fn: Callable[[], Awaitable[T]], *, grace: float, what: str) 
     task = asyncio.get_running_loop().create_task(body(), name=what)
     try:
         await asyncio.wait([task])
-    except BaseException:
-        task.cancel()
-        with anyio.move_on_after(grace, shield=True):  # bounded by `grace`
-            await asyncio.wait([task])
-        raise
+    except asyncio.CancelledError:
+        # A group, because a native cancellation goes straight through a shield.
+        async with anyio.create_task_group() as group:
+            group.start_soon(_outlast, task, patience, grace)
+            raise
     finally:
         if not task.done():
             logger.warning("%s does not end although it was cancelled: left behind", what)
+            task.cancel()
             _LEFT.add(task)
             task.add_done_callback(_LEFT.discard)
         task.add_done_callback(_retrieve)
@@ -62,9 +72,18 @@ async def stoppable(fn: Callable[[], Awaitable[T]], *, grace: float, what: str) 
         if stopped:
             raise stopped.pop() from None
         text = f"{what} raised {error!r}, although nothing was cancelled"
-        raise RuntimeError(text) from error
+        raise Stray(text) from error
     finally:
         del task  # an error's traceback has this frame in it
+
+
+async def _outlast(task: asyncio.Task[Any], patience: float, grace: float) -> None:
+    if patience:
+        with anyio.move_on_after(patience, shield=True):  # bounded, as the next one
+            await asyncio.wait([task])
+    task.cancel()
+    with anyio.move_on_after(grace, shield=True):
+        await asyncio.wait([task])
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import anyio
 import msgspec
 
-from aiosync.client import Capabilities, adapt_client
+from aiosync.client import Capabilities, HTTPVLLMWeightSyncClient, adapt_client
 from aiosync.concurrency import check_ended, collapse, raise_ranked, uncancelled
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, PhaseTimeout, ProtocolMismatch, RemoteError
@@ -55,6 +55,12 @@ class MemberLink:
         self.error: str | None = None
         self.seconds = 0.0
         self._size = 1
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether a call that is cancelled ends by itself: no code of others has a part in it."""
+        # By its very type: a wrapper may well hand its client's attributes on.
+        return type(self.client) is HTTPVLLMWeightSyncClient and self.client.is_alone
 
     @property
     def speaks_ours(self) -> bool:
@@ -152,8 +158,11 @@ class MemberLink:
         extra |= options
         try:
             asked = functools.partial(getattr(self.client, method), *args, **extra)
-            what = f"{method} of the client of {self.name}"
-            reply = await stoppable(asked, grace=_CLIENT_ENDS_S, what=what)
+            if self.ends_at_once:
+                reply = await asked()
+            else:
+                what = f"{method} of the client of {self.name}"
+                reply = await stoppable(asked, grace=_CLIENT_ENDS_S, what=what)
             refuse_denial(reply, replica=self.name, phase=_PHASE.get(method, method))
         except AiosyncError as error:
             # The fleet's name for the member wins over the client's own (a URL).
@@ -291,11 +300,15 @@ async def fan_out(
     *,
     phase: str,
     linger: float,
+    direct: bool = False,
 ) -> dict[str, T]:
     """Make one call to every member at once and wait for all of them.
 
     After the first failure the others get `linger` seconds to end by themselves, so that a cause
     that several members share is reported by each of them; then they are cancelled.
+
+    Args:
+        direct: `call` awaits nothing but its member's client.
 
     Raises:
         The root cause among the failures, named after its member; the others as its notes.
@@ -329,9 +342,12 @@ async def fan_out(
                 group.cancel_scope.deadline, anyio.current_time() + linger
             )
 
-    async with anyio.create_task_group() as group:
-        for link in links:
-            group.start_soon(one, link)
+    if direct and len(links) == 1 and links[0].ends_at_once:
+        await one(links[0])  # nobody to wait for, and nothing that a group would have to hold
+    else:
+        async with anyio.create_task_group() as group:
+            for link in links:
+                group.start_soon(one, link)
     raise_ranked(failures)
     check_ended(all(link.name in results for link in links), phase)
     return results

@@ -42,12 +42,14 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 E = TypeVar("E")
+F = TypeVar("F", bound="Callable[..., Any]")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 _INSIDE: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "aiosync_inside_step", default=frozenset()
 )
+_AT_ONCE: set[Callable[..., Any]] = set()
 
 
 class Step(Protocol[P, R_co]):
@@ -88,6 +90,12 @@ def step(method: Callable[Concatenate[Any, P], R]) -> Step[P, R]:
 def class_step(method: Callable[Concatenate[Any, P], Any]) -> ClassStep[P]:
     """A classmethod that subclasses override as `ClassStep` says."""
     return cast("ClassStep[P]", classmethod(method))
+
+
+def at_once(method: F) -> F:
+    """Of a step of ours: once it is cancelled it ends by itself, so it needs no task of its own."""
+    _AT_ONCE.add(method)  # no attribute of it: a decorator would hand that on
+    return method
 
 
 def wrap_steps(cls: type, cycles: Mapping[str, str]) -> None:
@@ -140,6 +148,8 @@ async def call_step(
     token = _INSIDE.set(_INSIDE.get() | {id(owner)})
     try:
         if _is_async(bare):
+            if _plain(bare) in _AT_ONCE:
+                return await bare(*args)
             work = functools.partial(bare, *args)
             return await stoppable(work, grace=grace, what=f"{type(owner).__name__}'s async step")
         # The lane has its own context; the copy carries the mark of the running step over.
@@ -153,9 +163,13 @@ async def call_step(
 
 
 def _is_async(method: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(inspect.unwrap(_plain(method)))
+
+
+def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(method, functools.partial):
         method = method.func
-    return inspect.iscoroutinefunction(inspect.unwrap(method))
+    return method
 
 
 def bare_of(cls: type, step: str) -> Callable[..., Any]:

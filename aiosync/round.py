@@ -371,6 +371,7 @@ class Round:
             lambda link: reliably(self, link, method or opening_call(self, link), *args),
             phase=phase,
             linger=self.budget.cleanup / 4,
+            direct=True,
         )
 
     @contextmanager

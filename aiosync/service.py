@@ -157,10 +157,20 @@ class WeightUpdateService:
         Cancelling it cancels the handler, not the round: the engine's session goes on.
         """
         headers = read_headers(headers.items())
-        response = self.refuse(method, path, headers)
-        if response is None:
-            response = await self._answer(path, Request(query=query, headers=headers, body=body))
-            response = _tagged(response, headers)
+        refusal = self.refuse(method, path, headers)
+        return refusal or await self.answer(method, path, query, headers, body)
+
+    async def answer(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        body: bytes,
+    ) -> Response:
+        """`dispatch` of a request that `refuse` let pass; headers as `read_headers` gives them."""
+        response = await self._answer(path, Request(query=query, headers=headers, body=body))
+        response = _tagged(response, headers)
         logger.debug(
             "%s: %s %s answered %d, request %s",
             self.name,

@@ -99,6 +99,8 @@ class Session:
         self._scope = anyio.CancelScope()
         self._reason: BaseException | None = None
         self._closing = False
+        self._clock: asyncio.TimerHandle | None = None
+        self._extended = -math.inf  # the renewal that was no sign of life but our own
 
     @property
     def over(self) -> bool:
@@ -110,19 +112,22 @@ class Session:
 
     async def run(self) -> None:
         """Serve jobs until the session ends; run by the engine's supervisor."""
+        self._tick(time.monotonic())
         try:
             with self._scope:
-                async with anyio.create_task_group() as group:
-                    group.start_soon(self._watch_lease)
-                    if self.deferred is not None:
-                        group.start_soon(self.deferred.run)
+                if self.deferred is None:
                     await self._serve()
-                    group.cancel_scope.cancel()
+                else:
+                    async with anyio.create_task_group() as group:
+                        group.start_soon(self.deferred.run)
+                        await self._serve()
+                        group.cancel_scope.cancel()
             if self._scope.cancelled_caught or self._reason is not None:
                 self.error = self._reason or self.error
         except BaseException as error:  # noqa: BLE001  recorded and handed to every waiter below
             self.error = self._reason or collapse(error)
         finally:
+            self._stop_clock()
             try:
                 if self.error is not None and self._leave is not None:
                     await self._leave(self.error)
@@ -221,29 +226,30 @@ class Session:
                 else:
                     self._waiting.insert(0, job)  # answered by `_end`, after the flip
 
-    async def _watch_lease(self) -> None:
-        extended = -math.inf  # the renewal that was no sign of life but our own
+    def _tick(self, now: float) -> None:
+        """Look at the lease again in a while; by a timer, since most rounds are over by then."""
         tick = min(self.lease / 8, 1.0)
-        while True:
-            asleep = time.monotonic()
-            await anyio.sleep(tick)
-            now = time.monotonic()
-            stalled = now - asleep - tick > self.lease / 4
+        self._clock = asyncio.get_running_loop().call_later(tick, self._look, now + tick)
+
+    def _look(self, due: float) -> None:
+        now = time.monotonic()
+        try:
             last = max(self._renewed, self._progress())
-            if self.holding or now - last < self.lease:
-                continue
-            if stalled and last != extended:
-                self.touch()
-                extended = self._renewed
-            else:
-                self.cancel(
-                    PhaseTimeout(
-                        f"no sign of life from the trainer for {self.lease:g} s",
-                        phase="lease",
-                        round=self.number,
-                    )
-                )
+        except Exception as error:  # noqa: BLE001  the engine's own: nobody could tell any more
+            self.cancel(error)
+            return
+        if not self.holding and now - last >= self.lease:
+            if now - due <= self.lease / 4 or last == self._extended:
+                text = f"no sign of life from the trainer for {self.lease:g} s"
+                self.cancel(PhaseTimeout(text, phase="lease", round=self.number))
                 return
+            self.touch()
+            self._extended = self._renewed
+        self._tick(now)
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
 
     def _end(self) -> None:
         error = self.error

@@ -37,6 +37,14 @@ async def test_cancelled_while_the_model_is_filled_in_place(backend, scene, how,
         await sweep.sweep(it, scene, how, TURNS)
 
 
+@pytest.mark.parametrize("how", ["scope", *sweep.NATIVE])
+@pytest.mark.parametrize("scene", [pytest.param(s, id=str(s)) for b, s in ROUNDS if b == "ipc"])
+async def test_cancelled_with_a_client_of_ours(scene, how, monkeypatch):
+    """Alone, and its calls are awaited without a task or a group around them."""
+    async with sweep.rig("ipc", monkeypatch, tapped=False) as it:
+        await sweep.sweep(it, scene, how, TURNS)
+
+
 @pytest.mark.parametrize("how", [*sweep.FAULTS, "session"])
 @pytest.mark.parametrize(("backend", "scene"), named(ROUNDS))
 async def test_something_raises_after_k_turns(backend, scene, how, monkeypatch):

@@ -30,9 +30,12 @@ from aiosync.errors import (
     PeerLost,
     PhaseTimeout,
     RemoteError,
+    RoundCancelled,
     TransportAborted,
     Validation,
 )
+from aiosync.foreign import stoppable
+from aiosync.liveness import accompanied
 from aiosync.members import fan_out
 
 pytestmark = pytest.mark.asyncio
@@ -401,9 +404,110 @@ async def test_hold_on_raises_what_it_ran_raised():
     async def broken():
         raise Validation("at fault")
 
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(Validation, match="at fault"):
         await hold_on(broken, grace=0.1)
-    assert isinstance(collapse(caught.value), Validation)
+
+
+# -- stoppable, accompanied
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+async def test_stoppable_waits_for_what_it_cancelled(times):
+    leg = Leg(cleanup=asyncio.Event())
+    task = asyncio.create_task(stoppable(leg, grace=5, what="a leg"))
+    await leg.started.wait()
+    for _ in range(times):
+        task.cancel()
+        await settled()
+    assert leg.cancelled
+    assert not task.done()
+    leg.cleanup.set()
+    await ended(task)
+    assert task.cancelled()
+    assert leg.left.is_set()
+
+
+class Companion:
+    def __init__(self, error=None):
+        self.began = asyncio.Event()
+        self.left = asyncio.Event()
+        self.error = error
+
+    async def __call__(self):
+        self.began.set()
+        try:
+            if self.error is not None:
+                raise self.error
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+
+
+async def test_companion_of_something_short_never_begins():
+    companion = Companion()
+    await accompanied(lambda: asyncio.sleep(0), companion, after=0.05)
+    await asyncio.sleep(0.1)
+    assert not companion.began.is_set()
+
+
+@pytest.mark.parametrize("how", ["well", "scope", "native", "error"])
+async def test_companion_ends_with_what_it_accompanies(how):
+    leg, companion, scope = Leg(), Companion(), anyio.CancelScope()
+    leg.error = Validation("mine") if how == "error" else None
+
+    async def body():
+        with scope:
+            await accompanied(leg, companion, after=0)
+
+    task = asyncio.create_task(body())
+    await companion.began.wait()
+    if how == "scope":
+        scope.cancel()
+    elif how == "native":
+        task.cancel()
+    else:
+        leg.go.set()
+    await ended(task)
+    assert companion.left.is_set()
+    if how == "native":
+        assert task.cancelled()
+    else:
+        assert task.exception() is leg.error
+        assert scope.cancelled_caught == (how == "scope")
+
+
+async def test_companion_that_raises_ends_both():
+    leg, error = Leg(), PhaseTimeout("no progress")
+    task = asyncio.create_task(accompanied(leg, Companion(error), after=0))
+    await ended(task)
+    assert task.exception() is error
+    assert leg.cancelled
+
+
+async def test_companion_that_raises_while_the_other_cleans_up():
+    async def fails_late():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise TransportAborted("woken by the abort") from None
+
+    error = PhaseTimeout("no progress")
+    with pytest.raises(PhaseTimeout) as caught:
+        await accompanied(fails_late, Companion(error), after=0)
+    assert caught.value is error
+    assert "woken by the abort" in error.__notes__[0]
+
+
+async def test_companion_that_somebody_cancels_ends_both():
+    leg, companion = Leg(), Companion()
+    before = asyncio.all_tasks()
+    task = asyncio.create_task(accompanied(leg, companion, after=0))
+    await companion.began.wait()
+    (alone,) = asyncio.all_tasks() - before - {task}
+    alone.cancel()
+    await ended(task)
+    assert isinstance(task.exception(), RoundCancelled)
+    assert leg.cancelled
 
 
 async def test_quietly_drops_errors_but_not_cancellation():

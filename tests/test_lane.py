@@ -20,7 +20,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from statemachines.errors import InvalidTransition, Validation
-from transports.errors import LanePoisoned, TransportAborted
+from transports.errors import LanePoisoned
 from transports.lane import Lane
 
 if TYPE_CHECKING:
@@ -524,35 +524,53 @@ async def test_late_discard_after_close_still_happens():
 
 
 @pytest.mark.asyncio
-async def test_watch_cancelled_by_a_stranger_is_no_hang(lane):
-    call = Blocking()
-    before = asyncio.all_tasks()
-    task = asyncio.create_task(lane.run(call, abort=call.abort, grace=10.0))
+async def test_native_cancellation_during_the_grace_outranks_the_scope(lane):
+    """A scope of the caller's own must not swallow what somebody else asked for."""
+    call = Blocking(heeds_abort=False)
+    went_on: list[bool] = []
+
+    async def caller() -> None:
+        with anyio.CancelScope() as scope:
+            scopes.append(scope)
+            await lane.run(call, abort=call.abort, grace=10.0)
+        went_on.append(True)
+
+    scopes: list[anyio.CancelScope] = []
+    task = asyncio.create_task(caller())
     await until(call.began.is_set)
-    (watch,) = asyncio.all_tasks() - before - {task}
-    watch.cancel()
-    with pytest.raises(TransportAborted, match="test-lane"):
+    scopes[0].cancel()
+    await until(lambda: call.abort_threads)
+    task.cancel()
+    await checkpoint()
+    call.end.set()
+    with pytest.raises(asyncio.CancelledError):
         await task
+    assert went_on == []
+    assert not lane.poisoned
 
 
 @pytest.mark.asyncio
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-async def test_everything_cancelled_before_the_watch_began(lane):
-    """What a loop does to its tasks when it shuts down."""
+async def test_cancelled_over_and_over_the_grace_ends_all_the_same(lane):
     call = Blocking(heeds_abort=False)
-    before = asyncio.all_tasks()
-    run = lane.run(call, abort=call.abort, discard=call.discard, grace=600.0)
-    owner = asyncio.create_task(run)
-    await asyncio.sleep(0)  # the call is queued, its watch is made and has not begun
+    task = asyncio.create_task(lane.run(call, abort=call.abort, grace=0.1))
+    await until(call.began.is_set)
+    with anyio.fail_after(10):
+        while not task.done():
+            task.cancel()
+            await checkpoint()
+    assert task.cancelled()
+    assert lane.poisoned
+    call.end.set()
+
+
+@pytest.mark.asyncio
+async def test_closed_coroutine_aborts_and_poisons(lane):
+    """What is left of a task when its loop went away without a word."""
+    call = Blocking(heeds_abort=False)
+    running = lane.run(call, abort=call.abort, discard=call.discard, grace=600.0)
+    running.send(None)
     block_until(call.began.is_set)
-    tasks = asyncio.all_tasks() - before
-    assert len(tasks) == 2
-    for task in tasks:
-        task.cancel()
-    del task, tasks
-    with pytest.raises(asyncio.CancelledError):
-        await owner
-    gc.collect()  # the watch's coroutine complains that it never began: here, not in a later test
+    running.close()
     assert lane.poisoned
     await until(lambda: call.abort_threads)
     call.end.set()

@@ -287,6 +287,15 @@ async def test_a_loop_that_stalls_again_and_again_does_not_keep_a_session(blocki
         assert isinstance(ends[0], PhaseTimeout)
 
 
+async def test_an_engine_that_cannot_say_how_far_it_is_ends_the_session():
+    def broken():
+        raise ZeroDivisionError("of the engine's own")
+
+    async with running(lease=0.2, progress=broken) as (session, ends, _):
+        await over(session)
+        assert isinstance(ends[0], ZeroDivisionError)
+
+
 async def test_holding_stops_the_lease_and_outlives_a_cancel():
     async with running(lease=0.2) as (session, ends, _):
         job = Job(result="committed")

@@ -7,9 +7,10 @@ peer is gone. A `Lane` is the thread such a resource lives on. `Lane.run` has tw
 
 * The *thread* takes calls from a queue, first in first out, one at a time. It holds a
   `LaneWorker`, never the `Lane`, so a lane that its owner dropped is collected and its thread ends.
-* The *watch*, a child task of the caller, waits for the call's event. It is a child because a
-  native ``task.cancel()`` goes straight through a shield but ends at a task group: the caller's
-  cancellation, once or twice, reaches the watch as the cancellation of its scope and nothing else.
+* The *caller* waits for the call's event. Once it is cancelled, a *watch* does, a child task. It is
+  a child because a native ``task.cancel()`` goes straight through a shield but ends at a task
+  group: whoever cancels the caller again reaches the watch as the cancellation of its scope, and
+  nothing else. (Before that there is none: it costs as much as the rest of a short call.)
 
 Every call moves through ``queued -> running -> done`` under one lock, with two exits from
 ``queued``: ``withdrawn`` (its caller left) and ``refused`` (the lane was poisoned meanwhile).
@@ -30,7 +31,8 @@ When the caller is cancelled
 4. and it had returned already: the result is discarded, the lane stays usable.
 
 Poisoning happens in a ``finally``: a loop that shuts down cancels every task natively, the watch
-in its grace period included, possibly before the watch took its first step.
+in its grace period included, possibly before the watch took its first step; and a coroutine may be
+closed instead of cancelled.
 
 Results come back through the loop's own thread-safe scheduler (`_post`), which returns at once.
 `anyio.from_thread.run_sync` waits until the loop has run the function: a loop that stops in
@@ -176,28 +178,26 @@ class Lane:
         call = LaneCall(fn, args, abort, discard)
         self._worker.submit(call)
         try:
-            async with anyio.create_task_group() as tg:
-                tg.start_soon(self._watch, call, grace)
+            try:
+                await call.done.wait()
+            except anyio.get_cancelled_exc_class():
+                if self._worker.abort(call):
+                    async with anyio.create_task_group() as group:
+                        group.start_soon(self._watch, call, grace)
+                        raise
+                raise
             value: T = self._worker.receive(call)
             return value
         finally:
-            # A loop that shuts down may cancel the watch before its first step.
+            # A loop that shuts down may cancel the watch, before its first step, too.
             self._worker.leave(call)
 
     async def _watch(self, call: LaneCall, grace: float) -> None:
-        try:
+        # Shielded: the caller's memory is in use until the call has returned.
+        with anyio.move_on_after(grace, shield=True):
             await call.done.wait()
-        except BaseException:  # a cancellation, by a scope or native: clean up and re-raise
-            try:
-                if self._worker.abort(call):
-                    # Shielded: the caller's memory is in use until the call has returned.
-                    with anyio.move_on_after(grace, shield=True):
-                        await call.done.wait()
-                        # So that no abort strikes what the caller does next.
-                        await call.abort_done.wait()
-            finally:
-                self._worker.leave(call)
-            raise
+            # So that no abort strikes what the caller does next.
+            await call.abort_done.wait()
 
     @property
     def name(self) -> str:

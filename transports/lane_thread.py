@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from statemachines.errors import InvalidTransition
-from transports.errors import LanePoisoned, TransportAborted
+from transports.errors import LanePoisoned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,7 +119,7 @@ class LaneWorker:
                 self.waiting -= 1
                 call.settle(_WITHDRAWN)
             elif call.phase == _RUNNING:
-                self.abort(call)  # a watch that was cancelled before its first step did not
+                self.abort(call)  # a caller whose coroutine was closed has not
                 self._poison()
             elif call.phase == _DONE:
                 self._ensure_thread()
@@ -130,8 +130,6 @@ class LaneWorker:
         with self._lock:
             if call.phase == _REFUSED:
                 raise self._poison_error()
-            if call.phase != _DONE or call.gone:
-                raise TransportAborted(f"lane {self.name!r}: the watch was cancelled, not its call")
             call.received = True
         value, error = call.value, call.error
         call.value = call.error = None

@@ -11,6 +11,7 @@ from aiosync.engines.streamed import StreamUpdateInfo, plan_of
 from aiosync.errors import Refused, Validation
 from aiosync.held_source import ByName, HeldSource
 from aiosync.metadata import from_wire, metadata_digest
+from aiosync.overrides import at_once
 from aiosync.sinks import StagedSink
 from aiosync.staging import receiver_at
 from aiosync.streaming import stream_in
@@ -67,9 +68,11 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         """Whether another rank of the group receives for this one."""
         return self.staging is not None and self.staging.rank > 0
 
+    @at_once
     async def start_weight_update(self) -> None:
         self._verified = None
 
+    @at_once
     async def receive_weights(self, update_info: StreamUpdateInfo) -> None:
         receiver = self.receiver
         assert receiver is not None  # the machine is initialised
@@ -145,6 +148,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
             )
         return metadata, plan
 
+    @at_once
     async def finish_weight_update(self) -> None:
         return
 

@@ -32,6 +32,7 @@ from transports.shared_memory import ShmReceiver, ShmSender
 
 BACKENDS = ("loopback", "ipc", "gloo")
 HOW = ("scope", "native")
+NATIVE = ("native", "native twice")
 FAULTS = ("source", "client", "sender", "receiver", "hook")
 BUDGET = Budget(total=30.0, stall=15.0, cleanup=4.0)  # what is slow is not to look left behind
 BUFFER = 4096
@@ -185,9 +186,18 @@ class Rig:
 
 @asynccontextmanager
 async def rig(
-    backend: str, monkeypatch: Any, *, workers: int = 1, sink: str = "staged"
+    backend: str,
+    monkeypatch: Any,
+    *,
+    workers: int = 1,
+    sink: str = "staged",
+    tapped: bool = True,
 ) -> AsyncIterator[Rig]:
-    """A rig whose workers are up; leave it closed. `monkeypatch` is pytest's or one like it."""
+    """A rig whose workers are up; leave it closed. `monkeypatch` is pytest's or one like it.
+
+    Args:
+        tapped: Wrap the clients, for the fault ``client``; our own are called in a shorter way.
+    """
     it = Rig(backend, sink)
     _tap(backend, it.faults, monkeypatch)
     config = aiosync.WeightTransferConfig(backend, sink=sink)
@@ -207,7 +217,8 @@ async def rig(
             it.watch(engine)
             it.copies.append(copy)
             it.workers.append(engine)
-            it.members.append(aiosync.Member(engine.name, Tapped(client, it.faults)))
+            client = Tapped(client, it.faults) if tapped else client
+            it.members.append(aiosync.Member(engine.name, client))
         it.make_trainer()
         await it.ready()
         yield it
@@ -355,8 +366,8 @@ async def disturb(it: Rig, scene: Scene, turns: int, how: str) -> str:
     """One point: what it came to: ``hit``, ``late`` (the action was over, or past the place that
     was to raise), or ``idle`` (there was no task of a round to be cancelled).
 
-    `how` is ``scope``, ``native``, ``session`` (the worker's task of the round is cancelled, as a
-    loop that shuts down does), or one of `FAULTS`.
+    `how` is ``scope``, one of `NATIVE`, ``session`` (the worker's task of the round is cancelled,
+    as a loop that shuts down does), or one of `FAULTS`.
     """
     tasks = asyncio.all_tasks()
     old = it.prints()
@@ -383,8 +394,10 @@ async def disturb(it: Rig, scene: Scene, turns: int, how: str) -> str:
         if how == "scope":
             struck["scope"] = not finished
             scope.cancel()
-        elif how == "native":
+        elif how in NATIVE:
             struck["native"] = task.cancel()
+            if how == "native twice":
+                asyncio.get_running_loop().call_soon(task.cancel)
         elif how == "session":
             for other in asyncio.all_tasks():
                 if other.get_name().startswith("w0-round-"):
@@ -410,9 +423,9 @@ async def disturb(it: Rig, scene: Scene, turns: int, how: str) -> str:
     elif how == "scope" and struck["scope"]:
         # It may end without another await: then nothing was left to be cancelled.
         assert finished or scope.cancelled_caught, f"the cancellation came out as {error!r}"
-    elif how == "native" and struck["native"]:
+    elif how in NATIVE and struck["native"]:
         assert task.cancelled(), f"the cancellation came out as {error!r}, finished={finished}"
-    elif how in ("scope", "native"):
+    elif how in ("scope", *NATIVE):
         assert error is None, repr(error)
     if how in FAULTS and how != "hook" and not scene.may_raise:
         assert isinstance(error, Exception | None)
