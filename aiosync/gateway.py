@@ -13,29 +13,27 @@ from typing import TYPE_CHECKING, Self, final
 import msgspec
 
 from aiosync.budget import check_seconds
-from aiosync.concurrency import first_line
+from aiosync.concurrency import first_line, to_its_end
 from aiosync.defaults import DEFAULTS
 from aiosync.gateway_routes import gateway_routes
-from aiosync.gateway_settling import settle
+from aiosync.gateway_settling import conclude, outcome_of, settle
 from aiosync.group_spares import Spares
 from aiosync.members import links_of
 from aiosync.mixture import of_links
 from aiosync.offers import ACCEPTED, OfferDesk
-from aiosync.report import MemberOutcome
+from aiosync.record_file import RecordFile
 from aiosync.worker_group import WorkerGroup
 from statemachines.tables import State, Trigger, Weights
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+    from pathlib import Path
 
     from aiosync.fleet import FleetClient
     from aiosync.generation import GenerationGate
     from aiosync.messages import PeerState, RoundHeader
     from aiosync.offers import Offer, RoundRecord
-    from aiosync.report import MemberResult
     from aiosync.route_types import Route, Step
-    from aiosync.version import Version
-    from aiosync.worker_group_peer import Rank
     from statemachines.events import Transition
     from statemachines.hub import TransitionHub
 
@@ -57,6 +55,9 @@ class FleetGateway:
         fleet: Its members must be aiosync workers.
         name: Of the gateway, in events and errors.
         hold_s: Longest wait for a decision.
+        record: Path of a file in which the record of rounds outlives this process. A decision is
+            on the disk before it is acted on; a round that was under way when a gateway ended is
+            ``unknown`` until the members of the next one have said what they hold.
         hub: Watch through a hub of your own.
         heartbeat_s, misses, wait_s: As for `WorkerGroup`.
     """
@@ -67,6 +68,7 @@ class FleetGateway:
         *,
         name: str = "gateway",
         hold_s: float = DEFAULTS.hold_s,
+        record: str | Path | None = None,
         hub: TransitionHub | None = None,
         heartbeat_s: float = 1.0,
         misses: int = 3,
@@ -89,11 +91,21 @@ class FleetGateway:
         if self._roster.tolerant:
             self.group.spares = Spares(self.group, fleet.policy, fleet.patience)
         self.desk = OfferDesk(name, check_seconds(hold_s, "hold_s"))
+        self._file = None if record is None else RecordFile(record)
+        self._open_then: list[RoundRecord] = []
         self._running: RoundRecord | None = None
         self._unwatch = self.group.events.on_transition(self._note)
 
     async def __aenter__(self) -> Self:
-        await self.group.__aenter__()
+        if self._file is not None:
+            self._open_then = self.desk.restore(await self._file.open())
+            self.desk.file = self._file
+        try:
+            await self.group.__aenter__()
+        except BaseException:
+            await self._leave_file()
+            raise
+        self._look_back()
         mix = of_links([rank.link for rank in self.group.ranks])
         if mix is not None:
             logger.warning("%s: %s", self.name, mix)
@@ -106,6 +118,12 @@ class FleetGateway:
         """Leave the members; a round under way is given up first. Idempotent."""
         await self.group.aclose()
         self._unwatch()
+        await to_its_end(self._leave_file)
+
+    async def _leave_file(self) -> None:
+        if self._file is not None:
+            await self._file.aclose()
+            self.desk.file = None
 
     def __repr__(self) -> str:
         members = ", ".join(rank.link.name for rank in self.group.ranks)
@@ -119,11 +137,12 @@ class FleetGateway:
 
     def rounds(self, last: int = 256) -> list[RoundRecord]:
         """The last rounds that were offered, oldest first, and what became of them."""
+        self._look_back()
         return self.desk.records(last)
 
     def own_routes(self) -> dict[str, Route]:
         """What `serve` answers beside a worker's routes: offers, decisions, rounds."""
-        return {**self.group.own_routes(), **gateway_routes(self.desk)}
+        return {**self.group.own_routes(), **gateway_routes(self.desk, self.rounds)}
 
     # -- the steps that differ from a group's ----------------------------------------------------
 
@@ -169,6 +188,8 @@ class FleetGateway:
             raise group.wrong_order("start")
         record = await self.desk.hold(header)
         if record.state == ACCEPTED and group.cycle.session is None:
+            self._look_back()
+            self._open_then.clear()  # from here on the members may hold something newer
             self._running = record
             self._roster.begins()
         try:
@@ -254,28 +275,19 @@ class FleetGateway:
         unknown = transition.weights == Weights.UNKNOWN and transition.source == State.FINALIZING
         self._over(record, "unknown" if unknown else "failed", transition.error)
 
+    def _look_back(self) -> None:
+        """What became of a round that an earlier gateway did not see the end of, if one can say."""
+        for record in tuple(self._open_then):
+            if conclude(record, self.group.ranks, self._roster.policy):
+                self._open_then.remove(record)
+                if self.desk.file is not None:
+                    self.desk.file.note(record)
+
     def _over(self, record: RoundRecord, state: str, reason: str | None) -> None:
         self._running = None
         target = record.version if state != "committed" else self.group.version
         record.version = target or record.version
-        members = [_outcome(rank, target) for rank in self.group.ranks]
+        members = [outcome_of(rank, target) for rank in self.group.ranks]
         self.desk.end(record, state, reason, members)
         settle(self._roster, self.group.ranks, members, target)
         self._roster.ended()
-
-
-def _outcome(rank: Rank, target: Version | None) -> MemberOutcome:
-    """What a member holds after a round for `target`, as it said last."""
-    outcome: MemberResult = "failed"
-    if rank.weights == Weights.UNKNOWN:
-        outcome = "unknown"
-    elif target is not None and rank.version == target:
-        outcome = "committed"
-    return MemberOutcome(
-        name=rank.link.name,
-        outcome=outcome,
-        weights=rank.weights.value,
-        phase=None if outcome == "committed" else rank.link.phase,
-        error=rank.lost or rank.link.error,
-        seconds=rank.link.seconds,
-    )

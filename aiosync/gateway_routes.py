@@ -15,7 +15,7 @@ from aiosync.messages import Name
 from aiosync.route_types import Answer, Response, Route, whole
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from aiosync.offers import OfferDesk, RoundRecord
     from aiosync.route_types import Request
@@ -28,9 +28,9 @@ class DecisionBody(msgspec.Struct, frozen=True, kw_only=True):
     reason: Annotated[str, Meta(max_length=4096)] = ""
 
 
-def gateway_routes(desk: OfferDesk) -> dict[str, Route]:
-    """Path to route, for the offers of `desk`."""
-    handlers = _Handlers(desk)
+def gateway_routes(desk: OfferDesk, rounds: Callable[[int], list[RoundRecord]]) -> dict[str, Route]:
+    """Path to route, for the offers of `desk`, and what `rounds` says of the last ones."""
+    handlers = _Handlers(desk, rounds)
     return {
         "/offers": Route("GET", handlers.offers),
         "/offers/accept": Route("POST", handlers.accept),
@@ -41,8 +41,9 @@ def gateway_routes(desk: OfferDesk) -> dict[str, Route]:
 
 @final
 class _Handlers:
-    def __init__(self, desk: OfferDesk) -> None:
+    def __init__(self, desk: OfferDesk, rounds: Callable[[int], list[RoundRecord]]) -> None:
         self._desk = desk
+        self._rounds = rounds
 
     async def offers(self, _request: Request) -> Response:
         """Endless: those that wait, then each new one, a line of JSON each."""
@@ -72,4 +73,4 @@ class _Handlers:
 
     async def rounds(self, request: Request) -> Answer:
         last = whole("last", request.query.get("last", "64"))
-        return Answer({"rounds": self._desk.records(last) if last else []})
+        return Answer({"rounds": self._rounds(last) if last else []})

@@ -32,7 +32,7 @@ async def give_up(round: Round, cause: BaseException) -> None:
     mine = engine.machine.state in BUSY and engine.admission.current is round
     # Else there is nothing to end; or its loop was closed, and the slot is another round's by now.
     try:
-        await _tell_ranks(round, cause)
+        await tell_ranks(round, cause)
     finally:
         if mine:
             await _end(round, cause)
@@ -47,7 +47,7 @@ async def _end(round: Round, cause: BaseException) -> None:
         _flip(round, cause)
 
 
-async def _tell_ranks(round: Round, cause: BaseException) -> None:
+async def tell_ranks(round: Round, cause: BaseException) -> None:
     """The other trainer ranks wait at a meeting: they must hear that this round is over."""
     ranks = round.engine.ranks
     if ranks.size == 1 or ranks.parted:

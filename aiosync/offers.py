@@ -26,13 +26,17 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from aiosync.messages import RoundHeader
+    from aiosync.record_file import RecordFile
 
 OFFERED: Final = "offered"
 ACCEPTED: Final = "accepted"
 DECLINED: Final = "declined"
 EXPIRED: Final = "expired"
 WITHDRAWN: Final = "withdrawn"
-_KEPT: Final = 256
+COMMITTED: Final = "committed"
+FAILED: Final = "failed"
+UNKNOWN: Final = "unknown"
+KEPT: Final = 256
 
 
 class RoundRecord(msgspec.Struct, kw_only=True):
@@ -146,6 +150,9 @@ class OfferDesk:
         self._held: dict[str, _Held] = {}
         self._seq = 0
         self._news = anyio.Event()
+        self._deciding = anyio.Lock()
+        self.file: RecordFile | None = None
+        """Where the record outlives this process."""
 
     # -- the trainer's side ----------------------------------------------------------------------
 
@@ -196,10 +203,19 @@ class OfferDesk:
     # -- the side that decides -------------------------------------------------------------------
 
     async def accept(self, id: str) -> None:
-        self._settle(id, ACCEPTED, None)
+        await self._on_record(id, ACCEPTED, None)
 
     async def decline(self, id: str, reason: str) -> None:
-        self._settle(id, DECLINED, reason or None)
+        await self._on_record(id, DECLINED, reason or None)
+
+    async def _on_record(self, id: str, state: str, reason: str | None) -> None:
+        """Decide; with a file, only once that is written: nobody acts on what may be forgotten."""
+        async with self._deciding:
+            held = self._held.get(id)
+            if self.file is not None and held is not None and not held.decided.is_set():
+                meant = {"state": state, "reason": reason, "decided_at": time.time()}
+                await self.file.write(msgspec.structs.replace(held.record, **meant))
+            self._settle(id, state, reason)
 
     async def next_after(self, seq: int) -> RoundRecord:
         """The first offer after `seq` that waits for a decision."""
@@ -218,7 +234,7 @@ class OfferDesk:
             seq = record.seq
             yield Offer(record, self)
 
-    def records(self, last: int = _KEPT) -> list[RoundRecord]:
+    def records(self, last: int = KEPT) -> list[RoundRecord]:
         """The rounds that were offered, oldest first."""
         return [self.shown(held) for held in self._held.values()][-last:]
 
@@ -234,6 +250,31 @@ class OfferDesk:
         """The accepted round is over."""
         record.state, record.reason, record.members = state, reason, members
         record.ended_at = time.time()
+        self._note(record)
+
+    def restore(self, records: list[RoundRecord]) -> list[RoundRecord]:
+        """Take over what an earlier gateway had on record.
+
+        Returns:
+            The round that it had let in and did not see the end of, if there is one; ``unknown``
+            from here on.
+        """
+        open_then: list[RoundRecord] = []
+        for record in records:
+            if record.state == OFFERED:
+                record.state, record.reason = WITHDRAWN, "the gateway ended before it was decided"
+            elif record.state == ACCEPTED:
+                record.state, record.reason = UNKNOWN, "the gateway ended during the round"
+                open_then.append(record)
+            held = _Held(record, 0.0, None)
+            held.decided.set()
+            self._held[record.id] = held
+            self._seq = max(self._seq, record.seq)
+        return open_then[-1:]  # of an earlier one nobody can say any more
+
+    def _note(self, record: RoundRecord) -> None:
+        if self.file is not None:
+            self.file.note(record)
 
     def shown(self, held: _Held) -> RoundRecord:
         """A copy, with the seconds that are left now."""
@@ -272,8 +313,9 @@ class OfferDesk:
         )
         held = _Held(record, time.monotonic() + limit, lease)
         self._held[record.id] = held
+        self._note(record)
         for old in [key for key, each in self._held.items() if each.decided.is_set()]:
-            if len(self._held) <= _KEPT:
+            if len(self._held) <= KEPT:
                 break
             del self._held[old]
         self._news.set()
@@ -291,6 +333,8 @@ class OfferDesk:
             held.record.state, held.record.reason = state, reason
             held.record.decided_at = time.time()
             held.decided.set()
+            if self.file is not None and state not in (ACCEPTED, DECLINED):
+                self.file.note(held.record)  # those two are on record before they are made
 
     def _settle(self, id: str, state: str, reason: str | None) -> None:
         held = self._held.get(id)

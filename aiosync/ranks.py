@@ -31,6 +31,9 @@ from transports.star import ALIVE, Star
 from transports.waker import Waker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiosync.errors import AiosyncError
     from transports.lane import LaneLike
 
 
@@ -66,6 +69,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _WORD = msgspec.json.Decoder(Word)
+_AGAIN = "may_begin_again"
 
 
 @final
@@ -88,6 +92,11 @@ class TrainerRanks:
         self._broken = False
         self.deadline = math.inf
         """Of `time.monotonic`; a meeting does not wait longer. Set by the round."""
+        self.may_begin_again: Callable[[BaseException], bool] | None = None
+        """Asked of the reason with which this rank stops the round; then the others wait to hear
+        whether it begins again."""
+        self.promised = False
+        """Whether they do."""
 
     @classmethod
     def alone(cls) -> TrainerRanks:
@@ -115,6 +124,7 @@ class TrainerRanks:
         """A new round: nobody has asked to stop yet."""
         self.deadline = deadline
         self.parted = self._broken
+        self.promised = False
         with self._lock:
             self._reason = None
 
@@ -222,7 +232,7 @@ class TrainerRanks:
     ) -> list[Word]:
         limit = self.deadline if deadline is None else deadline
         if reason is not None:
-            word = msgspec.structs.replace(word, stop=_info(reason))
+            word = msgspec.structs.replace(word, stop=self._told(reason))
         try:
             parts = self._star.exchange(msgspec.json.encode(word), deadline=limit)
             words = [_WORD.decode(part) for part in parts]
@@ -232,6 +242,12 @@ class TrainerRanks:
         if any(other.stop is not None or other.at != words[0].at for other in words):
             self.parted = True
         return words
+
+    def _told(self, reason: BaseException) -> ErrorInfo:
+        info = _info(reason)
+        if self.may_begin_again is not None and self.may_begin_again(reason):
+            info.detail[_AGAIN] = self.promised = True
+        return info
 
     def _settle(self, words: list[Word], reason: BaseException | None) -> None:
         for rank, word in enumerate(words):
@@ -280,6 +296,11 @@ def _info(reason: BaseException) -> ErrorInfo:
 def earlier(seconds: float) -> float:
     """A little less: who waits inside a limit ends before it, and can say for whom it waited."""
     return seconds - min(seconds / 4, 0.5)
+
+
+def awaits_word(error: AiosyncError) -> bool:
+    """Whether the rank that stopped the round with `error` says later whether it begins again."""
+    return bool(error.detail.get(_AGAIN))
 
 
 def may_return(error: PeerLost) -> bool:

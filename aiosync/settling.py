@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiosync.catch_up import Goal
+from aiosync.concurrency import first_line
+from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, PeerLost, PhaseTimeout
 from aiosync.fleet_health import confirm_lost, is_refused
+from aiosync.giving_up import tell_ranks
 from aiosync.member_table import MemberState, MemberTrigger
+from aiosync.ranks import awaits_word
 from aiosync.weight_targets import MODEL
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
+    from aiosync.member import MemberStanding
     from aiosync.members import MemberLink
     from aiosync.round import Round
 
@@ -41,33 +48,79 @@ def driving(round: Round) -> Iterator[None]:
 
 
 async def at_most_twice(round: Round, run: Callable[[], Awaitable[None]]) -> None:
-    """Await ``run()``, and once more where a lost member ended it and may be left."""
+    """Await ``run()``, and once more where a lost member ended it and may be left.
+
+    All trainer ranks do so, or none: rank 0, whose fleet it is, decides, and the others wait for
+    its word wherever it told them with the reason that there will be one.
+    """
+    ranks = round.engine.ranks
+    ranks.may_begin_again = functools.partial(_may_leave, round)
     try:
         await run()
     except AiosyncError as error:
-        if not await _lost_a_member(round, error):
+        ranks.may_begin_again = None
+        alone = ranks.size == 1
+        if not await (_lost_a_member(round, error) if alone else _all_begin_again(round, error)):
             raise
         round.notes.append(f"begun again without {error.replica}: {error.message}")
         round.recovered = True
-        round.engine.ranks.begin(round.settings.deadline)
+        ranks.begin(round.settings.deadline)
         await run()
+    finally:
+        ranks.may_begin_again = None
+
+
+async def _all_begin_again(round: Round, error: AiosyncError) -> bool:
+    """Rank 0 decides, and every rank hears it before any of them goes on."""
+    engine, ranks = round.engine, round.engine.ranks
+    decides = ranks.promised
+    if ranks.broken or not (decides or awaits_word(error)):
+        return False
+    ranks.begin(round.settings.deadline)
+    if decides:
+        try:
+            lost = await _lost_a_member(round, error)
+        except BaseException as why:  # the others wait: there is nothing to wait for any more
+            await tell_ranks(round, why)
+            raise
+        if not lost:
+            await tell_ranks(round, error)
+            return False
+    # Rank 0 asks the member as often as it takes, which is bounded by less.
+    limit = min(time.monotonic() + 2 * DEFAULTS.probe_s, round.settings.deadline)
+    meet = functools.partial(ranks.meet, "again", deadline=limit)
+    try:
+        await engine.source_lane.run(meet, abort=ranks.abort, grace=round.source_grace)
+    except AiosyncError as other:
+        error.add_note(f"not begun again: {first_line(other)}")
+        return False
+    return True
+
+
+def _may_leave(round: Round, error: BaseException) -> bool:
+    """Whether `round` could begin again without the member that `error` names, were it lost."""
+    fleet = round.engine.fleet
+    if fleet is None or not fleet.retry_without_lost or round.sent_finish:
+        return False
+    if not isinstance(error, PeerLost | PhaseTimeout) or len(fleet.standings) == 1:
+        return False
+    if round.settings.ticket is not None or round.source_side.is_pushed:
+        return False  # others count on this very round; or what was handed over once is gone
+    return _standing(round, error.replica) is not None
+
+
+def _standing(round: Round, name: str | None) -> MemberStanding | None:
+    fleet = round.engine.fleet
+    if fleet is None or name is None:
+        return None
+    link = next((x for x in round.links if name == x.name or name.startswith(f"{x.name}/")), None)
+    return None if link is None else fleet.standings.get(link.member)
 
 
 async def _lost_a_member(round: Round, error: AiosyncError) -> bool:
     """Whether `round` may begin again without the member that ended it, which is lost."""
-    fleet, name = round.engine.fleet, error.replica
-    if fleet is None or not fleet.retry_without_lost or round.sent_finish or name is None:
-        return False
-    engine = round.engine
-    if engine.ranks.size > 1 or round.settings.ticket is not None:
-        return False  # others count on this very round
-    if round.source_side.is_pushed:
-        return False  # what was handed over once is gone
-    if not isinstance(error, PeerLost | PhaseTimeout) or len(fleet.standings) == 1:
-        return False
-    link = next((x for x in round.links if name == x.name or name.startswith(f"{x.name}/")), None)
-    standing = None if link is None else fleet.standings.get(link.member)
-    if standing is None:
+    fleet, standing = round.engine.fleet, _standing(round, error.replica)
+    if fleet is None or standing is None or not _may_leave(round, error):
         return False
     return await confirm_lost(fleet, standing.name)
 

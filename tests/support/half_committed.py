@@ -1,7 +1,7 @@
 """A driver as a process that is killed between two members' commits.
 
-``half_committed.py trainer|driver|gateway URL...``: brings version 1 to all, then lets ``m0``
-commit version 2, and kills itself (SIGKILL) before anybody else is told to.
+``half_committed.py trainer|driver|gateway[=RECORD] URL...``: brings version 1 to all, then lets
+``m0`` commit version 2, and kills itself (SIGKILL) before anybody else is told to.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ async def driver(fleet: aiosync.FleetClient) -> None:
             await sync.send_weights(ticket=rnd.ticket)
 
 
-async def gateway(fleet: aiosync.FleetClient) -> None:
+async def gateway(fleet: aiosync.FleetClient, record: str | None = None) -> None:
     async def accept() -> None:
         async for offer in gate.offers():
             await offer.accept()
 
-    async with aiosync.FleetGateway(fleet) as gate, aiosync.serve(gate) as server:
+    async with aiosync.FleetGateway(fleet, record=record) as gate, aiosync.serve(gate) as server:
         deciding = asyncio.create_task(accept())
         async with connected([server.url]) as sync:
             await sync.send_weights(version=1)
@@ -87,9 +87,9 @@ async def gateway(fleet: aiosync.FleetClient) -> None:
 
 async def main(who: str, *urls: str) -> None:
     members = [aiosync.Member(f"m{n}", Dying(f"m{n}", url)) for n, url in enumerate(urls)]
-    await {"trainer": trainer, "driver": driver, "gateway": gateway}[who](
-        aiosync.FleetClient(members)
-    )
+    drive = {"trainer": trainer, "driver": driver, "gateway": gateway}
+    kind, _, record = who.partition("=")
+    await drive[kind](aiosync.FleetClient(members), *filter(None, [record]))
     sys.stdout.write("alive\n")
 
 

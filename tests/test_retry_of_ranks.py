@@ -1,0 +1,144 @@
+"""``retry_without_lost`` of a trainer of several ranks: all begin again, or none does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import models
+import pytest
+import torch
+from fleets import BUDGET, fleet
+
+import aiosync
+from aiosync.gathering import _Guest, _Host
+from aiosync.ranks import TrainerRanks
+from transports.star_door import StarHub
+from transports.waker import Waker
+
+pytestmark = pytest.mark.asyncio
+ENGINES = {
+    "ipc": aiosync.IPCTrainerWeightTransferEngine,
+    "gloo": aiosync.GlooTrainerWeightTransferEngine,
+}
+
+
+async def lost():
+    raise aiosync.PeerLost("cut off", replica="w1")
+
+
+async def unanswered(**_):
+    raise aiosync.PeerLost("gone") from ConnectionRefusedError(111, "refused")
+
+
+async def tables(size):
+    """The ranks of a trainer, all in this process."""
+    hub = StarHub("127.0.0.1")
+    seats = [_Host(hub, size)]
+    seats += [_Guest(hub.address, hub.token, rank, size) for rank in range(1, size)]
+    limit = time.monotonic() + 20
+
+    def sit(seat):
+        return TrainerRanks(seat.sit_down(waker=Waker(), deadline=limit), seat)
+
+    return await asyncio.gather(*(asyncio.to_thread(sit, seat) for seat in seats))
+
+
+@asynccontextmanager
+async def ranks_over(members, *, backend="ipc", size=2, **options):
+    """A fleet, and a trainer of `size` ranks of which the first sends."""
+    async with fleet(members, backend=backend, init=False, **options) as it:
+        engines = [it.trainer]
+        for rank in range(1, size):
+            other = ENGINES[backend](
+                client=None, source=models.make("small", 1), is_sender=False, rank=rank
+            )
+            engines.append(await it._stack.enter_async_context(other))
+        for engine, table in zip(engines, await tables(size), strict=True):
+            engine.ranks = table
+        await asyncio.gather(*(engine.initialize() for engine in engines))
+
+        async def send(**given):
+            it.change()
+            for engine in engines[1:]:
+                with torch.no_grad():
+                    for parameter in engine.source.module.parameters():
+                        parameter.add_(1)
+            calls = [engine.send_weights(budget=BUDGET, **given) for engine in engines]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        it.send = send
+        yield it, engines
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("phase", ["start_weight_update", "update_weights"])
+async def test_all_ranks_begin_again_without_the_lost_member(backend, phase):
+    async with ranks_over(3, backend=backend, retry_without_lost=True) as (it, engines):
+        assert [r.outcome for r in await it.send(version=1)] == ["committed"] * 2
+        it.client.members[1].client.capabilities = unanswered
+        it.faults["w1", phase] = lost
+        reports = await it.send(version=2)
+        assert [report.outcome for report in reports] == ["committed"] * 2, reports
+        assert [report.left_out for report in reports] == [["w1"]] * 2
+        assert all("begun again without w1" in " ".join(report.notes) for report in reports)
+        assert it.routable() == it.holders() == {"w0", "w2"}
+        assert [report.outcome for report in await it.send(version=3)] == ["committed"] * 2
+        assert [engine.version.label for engine in engines] == [3, 3]
+
+
+async def test_three_ranks():
+    async with ranks_over(2, size=3, retry_without_lost=True) as (it, _):
+        it.client.members[1].client.capabilities = unanswered
+        it.faults["w1", "prepare_weight_update"] = lost
+        assert [report.outcome for report in await it.send(version=1)] == ["committed"] * 3
+        assert it.holders() == {"w0"}
+
+
+async def test_a_member_that_is_alive_is_not_left_and_every_rank_hears_so():
+    async with ranks_over(3, retry_without_lost=True) as (it, _):
+        it.faults["w1", "update_weights"] = lost
+        errors = await it.send(version=1)
+        assert [isinstance(error, aiosync.PeerLost) for error in errors] == [True, True]
+        assert {error.replica for error in errors} == {"w1"}
+        assert it.holders() == set()
+        it.faults.clear()
+        assert [report.outcome for report in await it.send(version=1)] == ["committed"] * 2
+        assert it.holders() == {"w0", "w1", "w2"}
+
+
+async def test_without_the_option_nobody_waits_for_a_word():
+    async with ranks_over(2) as (it, engines):
+        it.client.members[1].client.capabilities = unanswered
+        it.faults["w1", "update_weights"] = lost
+        errors = await it.send(version=1)
+        assert [isinstance(error, aiosync.PeerLost) for error in errors] == [True, True]
+        assert not engines[0].ranks.promised
+        assert "may_begin_again" not in errors[1].detail
+        it.faults.clear()
+
+
+async def test_rank_0_that_is_cancelled_while_it_decides_tells_the_others():
+    async with ranks_over(2, retry_without_lost=True) as (it, engines):
+        asked = asyncio.Event()
+
+        async def silent(**_):
+            asked.set()
+            await asyncio.sleep(60)
+
+        it.client.members[1].client.capabilities = silent
+        it.faults["w1", "update_weights"] = lost
+        it.change()
+        first = asyncio.create_task(engines[0].send_weights(version=1, budget=BUDGET))
+        second = asyncio.create_task(engines[1].send_weights(version=1, budget=BUDGET))
+        await asked.wait()
+        while not engines[0].ranks.promised and engines[0].state == "updating":
+            await asyncio.sleep(0.01)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        async with asyncio.timeout(15):
+            with pytest.raises(aiosync.PeerLost, match="cut off"):
+                await second
+        it.faults.clear()
