@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 import aiosync
 from aiosync import State
+from aiosync.fleet_health import Health
 
 KEEP = {"catch_up": "snapshot", "snapshot": "keep"}
 
@@ -233,6 +234,7 @@ async def test_a_joiner_that_fails_waits_for_the_next_round_and_its_record_says_
         it.client.add(aiosync.Member("w9", client))
         assert "no memory" in await fell_back(it, "w9")
         assert "no memory" in it.client.roster.standings["w9"].error
+        await Health(it.client.roster).probe_all()
         await it.client.roster.catch_ups.run_once()
         assert calls_of(it, "w9").count("update_weights") == 1  # not again for this version
         assert it.states() == {"w0": "current", "w9": "joining"}
