@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from aiosync.config import WeightTransferInitRequest as WeightTransferInitRequest
     from aiosync.config import WeightTransferUpdateInfo as WeightTransferUpdateInfo
     from aiosync.config import WeightTransferUpdateRequest as WeightTransferUpdateRequest
+    from aiosync.copy_order import CopyOrder as CopyOrder
+    from aiosync.copy_order import Reach as Reach
     from aiosync.defaults import DEFAULTS as DEFAULTS
     from aiosync.defaults import Defaults as Defaults
     from aiosync.driven import TicketState as TicketState
@@ -156,6 +158,7 @@ _LAZY = {
     "Capabilities": "aiosync.client",
     "DEFAULTS": "aiosync.defaults",
     "Defaults": "aiosync.defaults",
+    "CopyOrder": "aiosync.copy_order",
     "Draft": "aiosync.weight_targets",
     "ENGINE": "statemachines.tables",
     "FleetClient": "aiosync.fleet",
@@ -214,6 +217,7 @@ _LAZY = {
     "RayVLLMWeightSyncClient": "aiosync.ray_client",
     "PushSession": "aiosync.push",
     "Quorum": "aiosync.policies",
+    "Reach": "aiosync.copy_order",
     "Readiness": "aiosync.client_protocol",
     "RelaySink": "aiosync.relay",
     "Replicate": "aiosync.metadata",

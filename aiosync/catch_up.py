@@ -67,7 +67,8 @@ class Goal:
             version=round.version,
             digest=None if summary is None else summary.digest,
             metadata=() if feed is None else feed.metadata,
-            wire_digest=None if feed is None else feed.wire_digest,
+            # As the plan left it: it is not for the loop to compute.
+            wire_digest=None if feed is None else feed.__dict__.get("wire_digest"),
             aliases={} if feed is None else dict(getattr(feed.source, "aliases", None) or {}),
         )
 
@@ -177,9 +178,8 @@ class CatchUps:
 
     async def _bring_up(self, standing: MemberStanding, goal: Goal) -> None:
         attempt = self._attempt = _Attempt(standing)
-        this_try = _try(standing, goal)
         standing.fire(MemberTrigger.CATCH_UP, version=goal.version.wire)
-        remove = goal.engine.on_transition(partial(_end_with, attempt))
+        remove = goal.engine.on_transition(partial(_end_with, attempt, goal.engine.name))
         try:
             with attempt.scope:
                 arrived = partial(self._arrived, standing, goal)
@@ -187,9 +187,9 @@ class CatchUps:
                 if standing.state not in _WAITING or self._roster.goal is not goal:
                     return
             if not attempt.scope.cancelled_caught:  # it arrived, and something came in between
-                standing.tried = this_try
+                standing.tried = _try(standing, goal)
         except Exception as error:  # noqa: BLE001  its own affair: it waits for the next round
-            standing.tried = this_try
+            standing.tried = _try(standing, goal)
             text = f"{type(error).__name__}: {first_line(error)}"
             if standing.state in _WAITING:
                 standing.fire(MemberTrigger.FALL_BACK, error=text, version=goal.version.wire)
@@ -213,6 +213,6 @@ def _try(standing: MemberStanding, goal: Goal) -> tuple[Any, ...]:
     return goal.version, *sorted(standing.incarnations.items())
 
 
-def _end_with(attempt: _Attempt, transition: Transition) -> None:
-    if transition.dest == State.CLOSED:
+def _end_with(attempt: _Attempt, engine: str, transition: Transition) -> None:
+    if (transition.engine, transition.dest) == (engine, State.CLOSED):
         attempt.scope.cancel()

@@ -16,6 +16,7 @@ from aiosync.copy_order import CopyOrder
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, PeerLost, Refused
 from aiosync.lone_round import holds, look
+from aiosync.member import common_version
 from aiosync.member_table import MemberState
 from aiosync.messages import PROTOCOL, RoundHeader
 from aiosync.rendezvous import owner_name
@@ -57,7 +58,7 @@ class FromPeer:
                 await run_to_end(lambda: _let_go(standing, order), seconds=DEFAULTS.cleanup_s / 2)
                 raise
             peers = await look(standing, goal)
-            if not holds(peers, goal):
+            if common_version(peers) != goal.version:  # of its bytes the sender made sure
                 raise Refused(f"{standing.name} does not say that it holds the version")
         arrived(peers)
 

@@ -103,6 +103,7 @@ async def look(standing: MemberStanding, goal: Goal) -> list[PeerState]:
             peers.append(peer)
     if limit.cancelled_caught:
         raise PhaseTimeout(f"no answer within {DEFAULTS.join_s:g} s", replica=standing.name)
+    standing.note(peers)
     for peer in peers:
         known = (None, goal.engine.owner, standing.guest)
         if peer.owner not in known and peer.state not in _NOT_AT_WORK:

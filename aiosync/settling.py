@@ -140,7 +140,8 @@ def _settle(round: Round, error: BaseException | None) -> None:
     committed = {name for name, own in outcomes.items() if began and _all_committed(own)}
     if error is None or committed:
         fleet.versions.set(round.version)
-        fleet.goal = Goal.of(round)
+        if fleet.catch_ups is not None:
+            fleet.goal = Goal.of(round)
         if fleet.keeper is not None:
             fleet.keeper.commit(round)
         for other in fleet.standings.values():

@@ -50,8 +50,9 @@ class SendsCopies:
 
 @final
 class _Copy:
-    def __init__(self, id: str) -> None:
+    def __init__(self, id: str, *machines: str) -> None:
         self.id = id
+        self._machines = machines
         self.scope = anyio.CancelScope()
         self.over = anyio.Event()
         self.why = "cancelled by who asked for it"
@@ -63,7 +64,8 @@ class _Copy:
 
     def moved(self, transition: Transition) -> None:
         """The engine, or its gate: nothing but standing still is good."""
-        if transition.dest != GateState.RUNNING:
+        # A hub may be shared with others.
+        if transition.engine in self._machines and transition.dest != GateState.RUNNING:
             self.stop(f"{transition.engine} goes on: {transition.trigger} ({transition.role})")
 
 
@@ -98,7 +100,7 @@ class Copies:
         except AiosyncError as error:
             error.detail["begun"] = False
             raise
-        copy = self._open = _Copy(order.id)
+        copy = self._open = _Copy(order.id, engine.name, engine.generation.machine.name)
 
         def over() -> None:
             self._open = None

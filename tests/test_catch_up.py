@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from functools import cached_property
 
 import anyio
+import models
 import pytest
 import torch
 from fleets import fleet
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 
 import aiosync
 from aiosync import State
+from aiosync.fleet_health import Health
 
 KEEP = {"catch_up": "snapshot", "snapshot": "keep"}
 
@@ -98,7 +101,8 @@ async def test_a_member_that_missed_a_round_is_brought_up_after_it():
         assert [member.outcome for member in report.members].count("committed") == 2
         await current(it, "w1")
         assert it.holders() == {"w0", "w1", "w2"}
-        await it.send(version=3)
+        report = await it.send(version=3)
+        assert not report.recovered  # it is known to have belonged to somebody else
         assert it.holders() == it.routable() == {"w0", "w1", "w2"}
 
 
@@ -143,6 +147,42 @@ async def test_a_round_that_begins_meanwhile_takes_the_member_along(monkeypatch)
         assert it.routable() == it.holders() == {"w0", "w9"}
         assert it.workers["w9"].generation.statistics()["swaps_done"] == 1  # nothing in between
         assert calls_of(it, "w9").count("abort_weight_update") == 1
+
+
+@pytest.mark.asyncio
+async def test_a_round_may_begin_at_any_moment_of_it():
+    async with fleet(1, **KEEP) as it, it.client:
+        client, begun, wrong = await it.worker("w9"), asyncio.Event(), []
+        sent = {}
+
+        def judge(transition):
+            if transition.trigger == "catch_up":
+                begun.set()
+            elif transition.dest == "current":
+                held = models.fingerprint(it.copies[transition.engine])
+                if held != sent[transition.version]:
+                    wrong.append(transition)
+
+        it.client.on_member(judge)
+
+        async def send(version):
+            it.change()
+            sent[str(version)] = models.fingerprint(it.model)
+            return await it.trainer.send_weights(version=version)
+
+        for number, turns in enumerate((0, 1, 2, 5, 10, 20, 35, 50, 80, 120)):
+            await send(2 * number + 1)
+            begun.clear()
+            it.client.add(aiosync.Member("w9", client))
+            await asyncio.wait_for(begun.wait(), 30)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await send(2 * number + 2)
+            await current(it, "w9")
+            assert it.workers["w9"].version.label == 2 * number + 2
+            assert it.trainer.state is State.INITIALIZED
+            it.client.remove("w9")
+        assert wrong == []
 
 
 @pytest.mark.asyncio
@@ -194,6 +234,7 @@ async def test_a_joiner_that_fails_waits_for_the_next_round_and_its_record_says_
         it.client.add(aiosync.Member("w9", client))
         assert "no memory" in await fell_back(it, "w9")
         assert "no memory" in it.client.roster.standings["w9"].error
+        await Health(it.client.roster).probe_all()
         await it.client.roster.catch_ups.run_once()
         assert calls_of(it, "w9").count("update_weights") == 1  # not again for this version
         assert it.states() == {"w0": "current", "w9": "joining"}
@@ -317,6 +358,24 @@ async def test_a_checkpoint_that_does_not_fit_is_refused_by_name(content, said, 
         it.client.add(aiosync.Member("w9", await it.worker("w9")))
         assert said in await fell_back(it, "w9")
         assert it.workers["w9"].weights == "intact"
+
+
+@pytest.mark.asyncio
+async def test_a_source_with_another_order_is_refused_before_a_byte_moves():
+    class Reversed(aiosync.WeightSource):
+        @cached_property
+        def metadata(self):
+            named = reversed(list(models.make("small", 1).named_parameters()))
+            return [aiosync.ParamMeta(n, p.dtype, tuple(p.shape)) for n, p in named]
+
+        def iter_full(self):
+            yield from ()
+
+    async with fleet(1, catch_up="snapshot", snapshot=Reversed()) as it, it.client:
+        await it.send(version=1)
+        it.client.add(aiosync.Member("w9", await it.worker("w9")))
+        assert "another order" in await fell_back(it, "w9")
+        assert "start_weight_update" not in calls_of(it, "w9")
 
 
 @pytest.mark.parametrize(
