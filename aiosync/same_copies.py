@@ -16,13 +16,22 @@ from transports.plain_memory import addresses_of
 
 @final
 class SameCopies:
-    """`write` for `Writes.plain` and sources of the same dtypes and shapes, in every round."""
+    """`write` for `Writes.plain` and sources of the same dtypes and shapes, in every round.
+
+    The addresses are those that both sides had when they were last looked at, if anybody has.
+    """
 
     def __init__(self) -> None:
         self._nbytes: list[int] = []
         self._copy: AddressCopy | None = None
 
-    def __call__(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def __call__(
+        self,
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        *,
+        known: tuple[list[int] | None, list[int] | None] = (None, None),
+    ) -> None:
         nbytes = [tensor.nbytes for tensor in targets]
         devices = set(map(DEVICE, targets)) | set(map(DEVICE, sources))
         if len(devices) == 1 and (device := devices.pop()).type == "cuda":
@@ -34,7 +43,8 @@ class SameCopies:
             )
             poll(mark_current(device), lambda: None)
         else:
-            into, out_of = addresses_of(targets, nbytes), addresses_of(sources, nbytes)
+            into = addresses_of(targets, nbytes, known[0])
+            out_of = addresses_of(sources, nbytes, known[1])
             if into is None or out_of is None:
                 write(zip(targets, sources, strict=True))
                 return

@@ -101,6 +101,8 @@ class WeightTransferEngine(Watchable, Controls, Targets, ABC, Generic[Init, Upda
     """Whether a round has one payload; the same one again is answered with its outcome."""
     uses_sink: ClassVar[bool] = False
     """Whether `receive_weights` fills the sink, which the base then verifies and commits."""
+    verified_round: int | None = None
+    """The round that `receive_weights` has verified itself; the base does not do it again."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

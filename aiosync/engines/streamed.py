@@ -271,7 +271,8 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     _limit = DEFAULTS.buffer_bytes
     _bytes_before = 0
     _known: tuple[str, list[ParamMeta], Plan] | None = None
-    _verified: int | None = None  # the round whose tensors are all there, and right
+    verifies_early = False
+    """Whether a round is verified as soon as its bytes are there, and the trainer told so."""
 
     @abstractmethod
     def open_receiver(self, init_info: Init) -> Receiver:
@@ -287,7 +288,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         self.receiver = self.open_receiver(init_info)
 
     async def start_weight_update(self) -> None:
-        self._verified = None
+        self.verified_round = None
 
     async def receive_weights(self, update_info: StreamUpdateInfo) -> None:
         receiver = self.receiver
@@ -308,9 +309,11 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
             grace=DEFAULTS.cleanup_s / 2,
             lane=self.lane,
             prepare=partial(self.begin_sink, sink, metadata, plan, update_info),
+            verify=self.verifies_early,
         )
         self.received_digest = summary.digest
-        self._verified = update_info.round
+        if self.verifies_early:
+            self.verified_round = self.cycle.ownership.last_round
 
     def begin_sink(
         self, sink: Sink, metadata: list[ParamMeta], plan: Plan, info: StreamUpdateInfo
