@@ -9,6 +9,7 @@ import torch
 from aiosync.module_walk import DEVICE
 from aiosync.writing import note_written, write
 from transports.address_copy import AddressCopy
+from transports.copy_batches import SameBatches
 from transports.copy_team import copy_together
 from transports.cuda import mark_current, poll
 from transports.plain_memory import addresses_of
@@ -24,6 +25,7 @@ class SameCopies:
     def __init__(self) -> None:
         self._nbytes: list[int] = []
         self._copy: AddressCopy | None = None
+        self._batches = SameBatches()
 
     def __call__(
         self,
@@ -48,5 +50,5 @@ class SameCopies:
             if into is None or out_of is None:
                 write(zip(targets, sources, strict=True))
                 return
-            copy_together(into, out_of, nbytes)
+            copy_together(self._batches(into, out_of, nbytes))
         note_written(targets)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from statemachines.errors import AiosyncError, Validation
+from transports.copy_batches import moved_blocks
 from transports.errors import DigestMismatch
 from transports.gloo_half import AHEAD, Half
 from transports.packing import bytes_of
-from transports.plain_memory import addresses_of, blocks
+from transports.plain_memory import addresses_of
 from transports.stream import known_of, targets_of
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ class GlooReceiver(Half):
         if addresses is not None:
             start, digest = frames.address(index), self._frame_digest
             sources = [start + part.start for part in parts]
-            for _, address, size in blocks(addresses, sources, nbytes):
+            ready = self._batches_from(index, indices[0])(addresses, sources, nbytes)
+            for _, address, size in moved_blocks(ready):
                 digest.reach(start, address + size)
             return
         for part, target in zip(parts, targets, strict=True):

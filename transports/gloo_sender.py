@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from statemachines.errors import AiosyncError, Validation
+from transports.copy_batches import moved_blocks
 from transports.gloo_half import AHEAD, Half
 from transports.packing import bytes_of, settled
-from transports.plain_memory import addresses_of, blocks
+from transports.plain_memory import addresses_of
 from transports.stream import columns_of
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ class GlooSender(Half):
         start, digest = frames.address(self._at), self._frame_digest
         if sources is not None:
             targets = [start + p.start for p in parts]
-            for address, _, size in blocks(targets, sources, nbytes):
+            ready = self._batches_from(self._at, indices[0])(targets, sources, nbytes)
+            for address, _, size in moved_blocks(ready):
                 digest.reach(start, address + size)
             return
         for place, index, tensor in zip(parts, indices, tensors, strict=True):

@@ -171,7 +171,8 @@ class ShmReceiver:
         found = addresses_of(targets, chunk.wholes, known_of(destination, chunk.tensors))
         if found is not None:
             found[0] += chunk.start(0)
-            queue.move(found, chunk.addresses, chunk.nbytes, alone=not chunk.copied)
+            alone, batches = not chunk.copied, chunk.batches(0)
+            queue.move(found, chunk.addresses, chunk.nbytes, batches=batches, alone=alone)
             return
         for at, target in enumerate(targets):
             whole = chunk.wholes[at]
