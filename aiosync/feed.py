@@ -25,6 +25,7 @@ from aiosync.metadata import (
 )
 from aiosync.sources import WeightSource
 from statemachines.errors import Validation
+from transports.stream import Run
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator
@@ -70,6 +71,8 @@ class SourceFeed:
         self._grouped = _by_groups(type(source))
         self.plain: list[torch.Tensor] | None = None
         """What the next pass yields, while `look` knows it."""
+        self.addresses: list[int] | None = None
+        """Where those are, if `look` knows that: the same list while they stay there."""
 
     def announces(self, metadata: Iterable[ParamMeta]) -> bool:
         """Whether `metadata` is what this feed was made from; a list may change in place."""
@@ -135,17 +138,20 @@ class SourceFeed:
         """
         look: Callable[[], list[torch.Tensor] | None] | None
         look = getattr(self.source, "plain_tensors", None)
-        self.plain = None
+        self.plain = self.addresses = None
         if look is not None and self.announces(self.source.metadata):
             self.plain = look()
+            if self.plain is not None:
+                self.addresses = getattr(self.source, "plain_addresses", None)
 
-    def iter_plain(self) -> Generator[list[tuple[int, torch.Tensor]]]:
+    def iter_plain(self) -> Generator[Run]:
         """The pass that `look` found, a layer group at a time."""
-        tensors, at = self.plain or [], 0
-        self.plain = None
+        tensors, addresses, at = self.plain or [], self.addresses, 0
+        self.plain = self.addresses = None
         for size in self.group_cut():
-            yield list(enumerate(tensors[at : at + size], at))
-            at += size
+            end = at + size
+            yield Run(at, tensors[at:end], None if addresses is None else addresses[at:end])
+            at = end
 
     def iter_batches(self) -> Generator[list[tuple[int, torch.Tensor]]]:
         """One pass over a source with plain generators.

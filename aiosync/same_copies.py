@@ -9,6 +9,7 @@ import torch
 from aiosync.module_walk import DEVICE
 from aiosync.writing import note_written, write
 from transports.address_copy import AddressCopy
+from transports.copy_batches import SameBatches
 from transports.copy_team import copy_together
 from transports.cuda import mark_current, poll
 from transports.plain_memory import addresses_of
@@ -16,13 +17,23 @@ from transports.plain_memory import addresses_of
 
 @final
 class SameCopies:
-    """`write` for `Writes.plain` and sources of the same dtypes and shapes, in every round."""
+    """`write` for `Writes.plain` and sources of the same dtypes and shapes, in every round.
+
+    The addresses are those that both sides had when they were last looked at, if anybody has.
+    """
 
     def __init__(self) -> None:
         self._nbytes: list[int] = []
         self._copy: AddressCopy | None = None
+        self._batches = SameBatches()
 
-    def __call__(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def __call__(
+        self,
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        *,
+        known: tuple[list[int] | None, list[int] | None] = (None, None),
+    ) -> None:
         nbytes = [tensor.nbytes for tensor in targets]
         devices = set(map(DEVICE, targets)) | set(map(DEVICE, sources))
         if len(devices) == 1 and (device := devices.pop()).type == "cuda":
@@ -34,9 +45,10 @@ class SameCopies:
             )
             poll(mark_current(device), lambda: None)
         else:
-            into, out_of = addresses_of(targets, nbytes), addresses_of(sources, nbytes)
+            into = addresses_of(targets, nbytes, known[0])
+            out_of = addresses_of(sources, nbytes, known[1])
             if into is None or out_of is None:
                 write(zip(targets, sources, strict=True))
                 return
-            copy_together(into, out_of, nbytes)
+            copy_together(self._batches(into, out_of, nbytes))
         note_written(targets)

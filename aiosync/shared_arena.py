@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 
 @final
 class SharedArena:
-    """A view per tensor into the segment of `transports.staging`, whichever rank fills it."""
+    """A view per tensor into the segment of `transports.staging`, whichever rank fills it.
+
+    Attributes:
+        addresses: Of the views.
+    """
 
     def __init__(self) -> None:
+        self.addresses: list[int] = []
         self._memory = StagingMemory()
         self._map: Map | None = None
         self._metadata: list[ParamMeta] = []
@@ -58,6 +63,7 @@ class SharedArena:
                 ) from error
             if memory is not self._bytes or metas != self._metadata:
                 self._views = views_into(memory, metas)
+                self.addresses = list(map(torch.Tensor.data_ptr, self._views))
                 self._bytes, self._metadata = memory, metas
         return self._views
 
@@ -69,4 +75,4 @@ class SharedArena:
     def release(self) -> None:
         """Give the memory back, once nobody else holds a view."""
         self._memory.release()
-        self._metadata, self._bytes, self._views = [], None, []
+        self._metadata, self._bytes, self._views, self.addresses = [], None, [], []

@@ -137,6 +137,12 @@ class Sink(ABC):
                 return found
         return [self.destination(index) for index in indices]
 
+    def known_addresses(self, indices: Sequence[int]) -> list[int] | None:
+        """Where `destinations` of these lay at `begin`, if all are contiguous there."""
+        known = self._addresses
+        first, end = (indices[0], indices[-1] + 1) if indices else (0, 0)
+        return known[first:end] if known and indices == list(range(first, end)) else None
+
     def landed(self, indices: Iterable[int]) -> None:
         """These tensors are complete in their destinations.
 
@@ -261,6 +267,11 @@ class Sink(ABC):
 
     @abstractmethod
     def _destination(self, index: int) -> torch.Tensor: ...
+
+    @property
+    def _addresses(self) -> list[int] | None:
+        """Of all destinations of the round, where that is known; they may have moved since."""
+        return None
 
     def _neighbours(self, first: int, end: int) -> list[torch.Tensor] | None:
         """Destinations `first` up to `end` in a quick way; None where there is none."""

@@ -104,6 +104,10 @@ class StagedSink(Sink):
         staged = self._staged.get(index)
         return self._scratch(index) if staged is None else staged
 
+    @property
+    def _addresses(self) -> list[int] | None:
+        return self._arena.addresses if self._has_all else None
+
     def _neighbours(self, first: int, end: int) -> list[torch.Tensor] | None:
         return self._views[first:end] if self._has_all else None
 
@@ -128,7 +132,8 @@ class StagedSink(Sink):
             self._tear()
             if self._swap is None:
                 self._swap = SameCopies()
-            self._swap(writes.plain(0, len(writes)), self._views)
+            known = (writes.addresses, self._arena.addresses)
+            self._swap(writes.plain(0, len(writes)), self._views, known=known)
             return
         copies = [
             (target, self._handed[index])
@@ -176,6 +181,10 @@ class InPlaceSink(Sink):
             return self._scratch(index)
         self._tear()  # from here on others may write to it at any time
         return targets[0]
+
+    @property
+    def _addresses(self) -> list[int] | None:
+        return None if self._plain is None else self._plain.addresses
 
     def _neighbours(self, first: int, end: int) -> list[torch.Tensor] | None:
         if self._plain is None:

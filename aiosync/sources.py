@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from aiosync.glance import Glance, in_order, places_in
+from aiosync.glance import Glance
 from aiosync.metadata import first_few, layer_runs
 from aiosync.module_layout import (
     compact,
@@ -169,7 +169,7 @@ class ModuleSource(WeightSource):
         self.buffers = buffers
         self.is_async = opens_async(session)
         self._seen: dict[str, torch.Tensor] | None = None
-        self._glance: tuple[Glance, list[int] | None, list[int]] | None = None
+        self._glance: Glance | None = None
         self._glanced: list[torch.Tensor] | None = None
         self._was_plain = False
 
@@ -198,10 +198,8 @@ class ModuleSource(WeightSource):
         if known is None or self.session is not None:
             return
         if self._glance is not None:
-            glance, order, addresses = self._glance
-            tensors = glance.look()
-            if tensors is not None:
-                self._glanced = in_order(tensors, order)[: len(addresses)]
+            self._glanced = self._glance.look(self.module)
+            if self._glanced is not None:
                 return
             self._glance = None
         live = live_tensors(self.module)
@@ -270,19 +268,16 @@ class ModuleSource(WeightSource):
         if not is_as_announced:
             return None
         if self._was_plain:  # it seems to stay as it is
-            glance = Glance.of(self.module, live)
-            order = places_in(live, list(layout.keys.values()))
-            if glance is not None:
-                addresses = in_order(glance.addresses, order)[: len(tensors)]
-                self._glance = (glance, order, addresses)
+            self._glance = Glance.of(self.module, live, list(layout.keys.values()))
         self._was_plain = True
         return tensors
 
     @property
     def plain_addresses(self) -> list[int] | None:
         """Where `plain_tensors` are, if that is known; the same list until one is elsewhere."""
-        known = self._glance is not None and self._glanced is not None
-        return self._glance[2] if known and self._glance is not None else None
+        if self._glance is None or self._glanced is None:
+            return None
+        return self._glance.addresses
 
     @property
     def _is_plain(self) -> bool:

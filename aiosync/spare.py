@@ -39,11 +39,15 @@ class Arena:
     """One allocation with a view per tensor, kept while dtypes and shapes stay the same.
 
     It may hold an earlier round's bytes: only tensors that were written since may be read.
+
+    Attributes:
+        addresses: Of the views.
     """
 
-    __slots__ = ("_device", "_key", "_views")
+    __slots__ = ("_device", "_key", "_views", "addresses")
 
     def __init__(self, device: torch.device) -> None:
+        self.addresses: list[int] = []
         self._device = device
         self._key: tuple[list[torch.dtype], list[tuple[int, ...]]] | None = None
         self._views: list[torch.Tensor] = []
@@ -58,12 +62,13 @@ class Arena:
         if key != self._key:
             self.release()  # before asking what is free
             self._views = self._allocate(metadata)
+            self.addresses = list(map(torch.Tensor.data_ptr, self._views))
             self._key = key
         return self._views
 
     def release(self) -> None:
         """Give the memory back, once nobody else holds a view."""
-        self._key, self._views = None, []
+        self._key, self._views, self.addresses = None, [], []
 
     def _allocate(self, metadata: Sequence[ParamMeta]) -> list[torch.Tensor]:
         need, free = needed_memory(metadata), free_memory(self._device)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import Coverage, Validation
-from aiosync.glance import Glance, in_order, places_in
+from aiosync.glance import Glance
 from aiosync.metadata import dtype_name, first_few
 from aiosync.module_layout import compact, is_dtensor
 from aiosync.module_walk import DEVICE, DTYPE, SHAPE, are_plain, is_freed, named_members, same
@@ -74,9 +74,10 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
     Attributes:
         device: Where all of them are, if each position has one, and that one is plain, contiguous
             and not made in inference mode: then `plain` has them as they are. Else None.
+        addresses: Where those are, if that is known.
     """
 
-    __slots__ = ("_more", "_single", "device")
+    __slots__ = ("_more", "_single", "addresses", "device")
 
     @property
     def are_single(self) -> bool:
@@ -88,13 +89,16 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
     ) -> None:
         self._single: list[Any] = list(map(tensors.get, names.single))
         self._more = {i: [tensors[name] for name in group] for i, group in names.more.items()}
+        self.addresses: list[int] | None = None
         self.device = device
 
     @classmethod
-    def of(cls, tensors: list[torch.Tensor], device: torch.device | None) -> Writes:
+    def of(
+        cls, tensors: list[torch.Tensor], addresses: list[int], device: torch.device | None
+    ) -> Writes:
         """One tensor for each position."""
         made = cls(Names(()), {}, device)
-        made._single = tensors
+        made._single, made.addresses = tensors, addresses
         return made
 
     def __len__(self) -> int:
@@ -154,7 +158,7 @@ class Matcher:
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
-        self._glance: tuple[Glance, list[int] | None] | None = None
+        self._glance: Glance | None = None
         self._places: Places | None = None
         self._device: torch.device | None = None  # see `Writes`
         self._match = _Match(Names([]), [], [], 0)
@@ -175,7 +179,7 @@ class Matcher:
             Validation: A shape or dtype differs, or a destination cannot be written (meta, lazy,
                 sharded, sharing memory with another one).
         """
-        glanced = self._at_a_glance(metadata, aliases, partial=partial)
+        glanced = self._at_a_glance(model, metadata, aliases, partial=partial)
         if glanced is not None:
             return glanced
         found = model_tensors(model)
@@ -187,32 +191,29 @@ class Matcher:
             self._key, self._places = key, Places(tensors)
             self._device = _common_device(self._match.names, tensors)
         elif self._device is not None:  # it seems to stay as it is
-            glance = Glance.of(model, tensors)
-            order = places_in(tensors, self._match.names.single)
-            self._glance = None if glance is None else (glance, order)
+            self._glance = Glance.of(model, tensors, self._match.names.single)
         names, ties, left_out, skipped = self._match
         return Destinations(Writes(names, tensors, self._device), ties, left_out, skipped)
 
     def _at_a_glance(
-        self, metadata: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool
+        self, model: Any, metadata: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool
     ) -> Destinations | None:
         """What `find` found last, if everything is as it was; quickly."""
         if self._glance is None or self._key is None:
             return None
-        glance, order = self._glance
         tensors = None
         if self._key[:3] == (metadata, dict(aliases), partial):
-            tensors = glance.look()
+            tensors = self._glance.look(model)
         if tensors is None:
             self._glance = None
             return None
-        writes = Writes.of(in_order(tensors, order)[: len(metadata)], self._device)
+        writes = Writes.of(tensors, self._glance.addresses, self._device)
         _, ties, left_out, skipped = self._match
         return Destinations(writes, ties, left_out, skipped)
 
     def holds(self, model: Any) -> bool:
         """Whether the model still has the tensors of the last match, where they were."""
-        if self._glance is not None and self._glance[0].look() is not None:
+        if self._glance is not None and self._glance.look(model) is not None:
             return True
         return self._places is None or self._places.hold(model_tensors(model).tensors)
 

@@ -108,6 +108,8 @@ class WeightTransferEngine(Watchable, Controls, Targets, SendsCopies, ABC, Gener
     """Whether it takes part in staging that the ranks of a group share."""
     staging: StagingPlace | None = None
     """Its place in that, since the last init."""
+    verified_round: int | None = None
+    """The round that `receive_weights` has verified itself; the base does not do it again."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

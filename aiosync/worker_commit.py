@@ -42,7 +42,8 @@ class Ending:
         if engine.uses_sink:
             if cycle.sink is None:
                 raise Coverage("the round announced no tensors", phase="prepare", round=number)
-            await engine.lane.run(cycle.sink.verify)
+            if engine.verified_round != number:
+                await engine.lane.run(cycle.sink.verify)
 
     async def commit(
         self, bare: Callable[..., Any], session: Session, weight_version: str | None

@@ -12,8 +12,7 @@ import aiosync
 from aiosync import ParamMeta
 from aiosync.engines.ipc_device import check_devices, own_device
 from aiosync.engines.ipc_stock import are_stock, check_ranks, stock_plan
-from aiosync.glance import Glance
-from aiosync.module_layout import live_tensors
+from aiosync.sinks import StagedSink
 from statemachines.errors import InvalidTransition, Validation
 from transports import tuple_sender
 from transports.planning import EACH, IPC_PACKED, plan_chunks
@@ -130,113 +129,22 @@ def test_packed_is_an_update_for_each_filling_of_one_buffer(handles):
         assert bytes(data[: sum(fields["tensor_sizes"])].tolist()) == expected
 
 
-# -- a glance ------------------------------------------------------------------------------------
-
-
-class Tree(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 2, bias=at % 2 == 0) for at in range(4))
-        self.norm = nn.BatchNorm1d(2)
-        self.tied = self.layers[0]
-
-
-def glance_at(model):
-    found = Glance.of(model, live_tensors(model))
-    assert found is not None
-    return found
-
-
-def test_a_glance_sees_the_same_tensors():
-    model = Tree()
-    glance = glance_at(model)
-    seen = glance.look()
-    assert [id(t) for t in seen] == [id(t) for t in live_tensors(model).values()]
-    assert glance.addresses == [t.data_ptr() for t in seen]
-    model.layers[1].weight.data.add_(1)
-    assert glance.look() is not None
-
-
-def replace(model):
-    model.layers[1].weight = nn.Parameter(torch.zeros(2, 3))
-
-
-def move(model):
-    model.layers[1].weight.data = torch.zeros(2, 3)
-
-
-def turn(model):
-    weight = model.layers[1].weight
-    weight.data = weight.data.view(3, 2)
-
-
-def cast(model):
-    weight = model.layers[1].weight
-    weight.data = weight.data.view(torch.int32).view(torch.float32)[:1]
-
-
-def grow(model):
-    model.layers.append(nn.Linear(1, 1))
-
-
-def shrink(model):
-    del model.layers[3]
-
-
-def rename(model):
-    bias = model.layers[0].bias
-    del model.layers[0].bias
-    model.layers[0].offset = bias
-
-
-def add_bias(model):
-    model.layers[1].bias = nn.Parameter(torch.zeros(2))
-
-
-def buffer(model):
-    model.norm.running_mean = torch.ones(2)
-
-
-def swap(model):
-    model.layers[0], model.layers[2] = model.layers[2], model.layers[0]
-
-
-@pytest.mark.parametrize(
-    "change", [replace, move, turn, cast, grow, shrink, rename, add_bias, buffer, swap]
-)
-def test_a_glance_sees_every_change(change):
-    model = Tree()
-    glance = glance_at(model)
-    change(model)
-    assert glance.look() is None
-
-
-def test_some_things_are_not_seen_at_a_glance():
-    class Own(nn.Linear):
-        def named_parameters(self, *args, **options):
-            return super().named_parameters(*args, **options)
-
-    model = nn.Sequential(Own(2, 2))
-    assert Glance.of(model, live_tensors(model)) is None
-    assert Glance.of({"a": torch.zeros(1)}, {"a": torch.zeros(1)}) is None
-
-
 @pytest.mark.asyncio
-async def test_rounds_follow_a_model_that_changes_at_both_ends():
-    ours, theirs = Tree(), Tree()
-    config = aiosync.WeightTransferConfig("ipc", sink="in_place")
-    engine = aiosync.WeightTransferEngineFactory.create_engine(
-        config, None, torch.device("cpu"), theirs
+@pytest.mark.parametrize("early", [False, True])
+async def test_a_round_is_verified_once_and_before_it_counts(early, monkeypatch):
+    verified = []
+    verify = StagedSink.verify
+    monkeypatch.setattr(StagedSink, "verify", lambda sink: (verified.append(phase()), verify(sink)))
+    engine = aiosync.IPCWeightTransferEngine(
+        aiosync.WeightTransferConfig("ipc"), None, "cpu", nn.Linear(2, 2)
     )
+    engine.verifies_early = early
+
+    def phase():
+        return engine.state
+
     async with engine, aiosync.serve(engine) as server:
-        async with aiosync.connect(ours, workers=[server.url]) as sync:
-            for version, change in enumerate([None, None, None, move, replace, None, move], 1):
-                if change is not None:
-                    change(ours)
-                    change(theirs)
-                with torch.no_grad():
-                    for parameter in ours.parameters():
-                        parameter.add_(version)
-                await sync.send_weights(version=version)
-                for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
-                    assert torch.equal(one, two)
+        async with aiosync.connect(nn.Linear(2, 2), workers=[server.url]) as sync:
+            for _ in range(2):
+                await sync.send_weights()
+    assert verified == ["updating" if early else "finalizing"] * 2

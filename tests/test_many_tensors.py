@@ -18,6 +18,7 @@ from aiosync.metadata import Validated
 from aiosync.module_walk import named_members, outline
 from aiosync.sinks import StagedSink, make_sink
 from aiosync.sources import ModuleSource
+from transports.plain_memory import addresses_of
 from transports.shared_memory import ShmReceiver, ShmSender
 from transports.sharing import share_tensors
 
@@ -155,6 +156,16 @@ def test_a_tensor_that_changes_after_the_round_was_admitted_is_named(change):
     assert feed.plain is None
     with pytest.raises(Validation, match=r"layers\.0\.0\.bias changed"):
         list(feed.iter_batches())
+
+
+def test_known_addresses_count_while_the_tensors_are_there():
+    tensors = [torch.ones(4), torch.ones(2)]
+    there = [tensor.data_ptr() for tensor in tensors]
+    assert addresses_of(tensors, [16, 8], there) == there
+    assert addresses_of(tensors, [16, 8], [there[0], 64]) == there
+    assert addresses_of(tensors, [16, 9], [there[0], 64]) is None
+    strided = torch.ones(4, 4).t()
+    assert addresses_of([strided], [64], [64]) is None
 
 
 def test_a_source_holds_no_tensor_after_the_round():

@@ -7,8 +7,16 @@ import threading
 import pytest
 import torch
 
+from transports.copy_batches import (
+    BLOCK_NBYTES,
+    SameBatches,
+    batches_of,
+    move,
+    moved_blocks,
+    spans,
+)
 from transports.copy_team import LEAST_NBYTES, copy_together
-from transports.plain_memory import BLOCK_NBYTES, addresses_of, blocks, bytes_at, spans
+from transports.plain_memory import addresses_of, bytes_at
 
 
 def pieces(*sizes: int, apart: int = 0) -> list[torch.Tensor]:
@@ -30,18 +38,25 @@ def addresses(tensors):
     return found
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("apart", [0, 1], ids=["side by side", "apart"])
 @pytest.mark.parametrize(
     "sizes",
-    [(3, 5, 7), (0, 4, 0, 0, 9), (BLOCK_NBYTES,) * 3, (BLOCK_NBYTES * 2 + 1, 1), (1,) * 100],
+    [(3, 5, 7), (0, 4, 0, 0, 9), (BLOCK_NBYTES,) * 19, (BLOCK_NBYTES * 2 + 1, 1), (1,) * 100],
     ids=["small", "with empty ones", "blocks", "large", "many"],
 )
-def test_everything_arrives_and_nothing_else_is_touched(sizes, apart):
+def test_everything_arrives_and_nothing_else_is_touched(sizes, apart, together):
     sources, targets = pieces(*sizes), pieces(*sizes, apart=apart)
     around = targets[0]._base.clone()
-    written = list(blocks(addresses(targets), addresses(sources), sizes))
-    assert sum(size for _, _, size in written) == sum(sizes)
-    assert max(size for _, _, size in written) <= BLOCK_NBYTES
+    batches = batches_of(addresses(targets), addresses(sources), sizes)
+    if together:
+        for batch in batches:
+            move(batch)
+    else:
+        written = list(moved_blocks(batches))
+        assert sum(size for _, _, size in written) == sum(sizes)
+        assert max(size for _, _, size in written) <= BLOCK_NBYTES
+    assert sum(batch.nbytes for batch in batches) == sum(sizes)
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(source, target)
     after = targets[0]._base.clone()
@@ -102,7 +117,7 @@ def test_several_cores_copy_what_one_does(monkeypatch, cores, apart):
     sizes = (LEAST_NBYTES // 2 + 13, 0, 5, LEAST_NBYTES // 2, 7)
     sources, targets = pieces(*sizes), pieces(*sizes, apart=apart)
     noted = []
-    copy_together(addresses(targets), addresses(sources), sizes, note=noted.append)
+    copy_together(batches_of(addresses(targets), addresses(sources), sizes), note=noted.append)
     assert sum(noted) == sum(sizes)
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(source, target)
@@ -115,11 +130,20 @@ def test_helpers_have_ended_when_a_copy_is_given_up(monkeypatch):
     def give_up(_):
         raise RuntimeError("told to stop")
 
+    batches = batches_of(addresses(targets), addresses(sources), (LEAST_NBYTES,))
     with pytest.raises(RuntimeError, match="told to stop"):
-        copy_together(addresses(targets), addresses(sources), (LEAST_NBYTES,), note=give_up)
+        copy_together(batches, note=give_up)
     assert not [thread for thread in threading.enumerate() if thread.name == "copy"]
 
 
 def test_nothing_to_copy_is_fine():
-    copy_together([], [], [])
-    copy_together([1], [2], [0])
+    copy_together(batches_of([], [], []))
+    copy_together(batches_of([1], [2], [0]))
+
+
+def test_the_same_copies_are_made_ready_once():
+    same = SameBatches()
+    first = same([0, 8], [100, 200], [4, 4])
+    assert same([0, 8], [100, 200], [4, 4]) is first
+    for other in (([0, 4], [100, 200], [4, 4]), ([0, 8], [100, 104], [4, 4]), ([0], [1], [2])):
+        assert same(*other) == batches_of(*other) != first

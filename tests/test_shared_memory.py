@@ -773,9 +773,9 @@ def test_abort_stops_a_write_that_is_busy_copying(senders, receivers):
     sender.open(plan_of(tensors, 1 << 20), 1, round=1, stall=20)
 
     class Aborting(list):
-        def __getitem__(self, at):
+        def __iter__(self):
             sender.abort()  # whoever reads the batch is about to copy it
-            return super().__getitem__(at)
+            return super().__iter__()
 
     with pytest.raises(TransportAborted):
         sender.write(Aborting(enumerate(tensors)))

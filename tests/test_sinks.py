@@ -15,7 +15,7 @@ from aiosync.errors import Busy, Coverage, InvalidTransition, Refused, Torn, Val
 from aiosync.metadata import ParamMeta
 from aiosync.sinks import InPlaceSink, LayerwiseSink, StagedSink, make_sink
 from aiosync.sources import ModuleSource
-from transports.plain_memory import blocks
+from transports.copy_batches import move
 
 MODES = ["staged", "in_place", "layerwise"]
 F32 = torch.float32
@@ -505,9 +505,9 @@ def test_staged_marks_the_weights_torn_while_it_copies(monkeypatch):
     sink = make_sink(model)
     seen = []
 
-    def copy(targets, sources, nbytes):
+    def copy(batches):
         seen.append(sink.weights)
-        list(blocks(targets[:1], sources[:1], nbytes[:1]))
+        move(batches[0])
         raise RuntimeError("device lost")
 
     monkeypatch.setattr("aiosync.same_copies.copy_together", copy)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from transports.copy_batches import SameBatches, move, moved_blocks
 from transports.copy_team import copy_together
 from transports.piece_digest import PieceDigest
-from transports.plain_memory import blocks, bytes_at
+from transports.plain_memory import bytes_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,8 +44,8 @@ class PlacedChunk:
     """
 
     __slots__ = (
-        "_homes", "_offsets", "_segment", "addresses", "base", "complete", "copied", "first_start",
-        "index", "last_ends", "nbytes", "resident", "room", "tensors", "wholes",
+        "_batches", "_homes", "_offsets", "_segment", "addresses", "base", "complete", "copied",
+        "first_start", "index", "last_ends", "nbytes", "resident", "room", "tensors", "wholes",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +69,7 @@ class PlacedChunk:
         self._segment: Segment | None = None
         self.base = 0
         self.addresses: list[int] = []
+        self._batches: dict[int, SameBatches] = {}
         self.settle(None, 0)
 
     def settle(self, segment: Segment | None, base: int) -> None:
@@ -88,6 +90,10 @@ class PlacedChunk:
     def ends(self, at: int) -> bool:
         """Whether piece `at` ends its tensor."""
         return self.last_ends or at < len(self.tensors) - 1
+
+    def batches(self, at: int) -> SameBatches:
+        """What made the copies from piece `at` on ready, in the last round."""
+        return self._batches.setdefault(at, SameBatches())
 
     def view_like(self, at: int, tensor: torch.Tensor) -> torch.Tensor:
         """The bytes of piece `at`: as `tensor` is typed, where they are all of it."""
@@ -123,27 +129,31 @@ class CopyQueue:
         sources: Sequence[int],
         nbytes: Sequence[int],
         *,
+        batches: SameBatches,
         alone: bool = False,
     ) -> None:
         """Copy from addresses to addresses; the callers hold what lies there.
 
         Args:
+            targets, sources, nbytes: The copies.
+            batches: Has them ready, if they are the same ones as last time.
             alone: The other side has nothing to copy meanwhile: its core may help.
 
         Raises:
             TransportAborted: The waker was woken.
         """
-        digest = self.digest
+        digest, ready = self.digest, batches(targets, sources, nbytes)
         if alone and digest is None:
-            copy_together(targets, sources, nbytes, note=self._count)
-            return
-        hashed = None if digest is None or digest.by_piece else digest.update_at
-        for address, _, size in blocks(targets, sources, nbytes):
-            if hashed is not None:
-                hashed(address, size)
-            self._count(size)
-        if digest is not None and hashed is None:
+            copy_together(ready, note=self._count)
+        elif digest is None or digest.by_piece:
+            for batch in ready:
+                move(batch)
+                self._count(batch.nbytes)
             self.hash(targets, nbytes)
+        else:
+            for address, _, size in moved_blocks(ready):
+                digest.update_at(address, size)
+                self._count(size)
 
     def _count(self, nbytes: int) -> None:
         self.copied += nbytes

@@ -8,6 +8,7 @@ from statemachines.errors import Validation
 from transports import shm_messages as wire
 from transports.packing import bytes_of, settled
 from transports.plain_memory import addresses_of
+from transports.stream import Columns, columns_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,39 +53,38 @@ class ChunkWriter:
 
     def write(self, batch: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Copy everything out of the batch; waits for the readers where they are behind."""
-        done = 0
+        columns, done = columns_of(batch), 0
         while done < len(batch):
-            done = self._fill(batch, done)
+            done = self._fill(columns, done)
         self._queue.note()
         self._readers.keep_alive()
 
-    def _fill(self, batch: Sequence[tuple[int, torch.Tensor]], done: int) -> int:
+    def _fill(self, batch: Columns, done: int) -> int:
         """Put into the current chunk what belongs there; returns how far the batch is done."""
         if self.chunk == len(self._memory.chunks):
-            raise Validation(f"tensor {batch[done][0]} comes after the plan's last")
+            raise Validation(f"tensor {batch.indices[done]} comes after the plan's last")
         chunk, at = self._memory.chunks[self.chunk], self._piece
         if at == 0 and chunk.copied and self._memory.buffers is not None:
             self._readers.wait_acked(self.chunk - self._memory.buffers + 1)
-        part = batch[done : done + len(chunk.tensors) - at]
-        end = at + len(part)
-        tensors = [tensor for _, tensor in part]
-        if [index for index, _ in part] != chunk.tensors[at:end]:
+        part = batch.part(done, done + len(chunk.tensors) - at)
+        end = at + len(part.tensors)
+        if list(part.indices) != chunk.tensors[at:end]:
             raise _unplanned(chunk, at, part)
-        sources = addresses_of(tensors, chunk.wholes[at:end])
+        sources = addresses_of(part.tensors, chunk.wholes[at:end], part.addresses)
         if sources is None or not self._move(chunk, at, end, sources):
-            for number, (_, tensor) in enumerate(part, at):
+            for number, tensor in enumerate(part.tensors, at):
                 self._copy(chunk, number, tensor)
         self._piece = end
         if end == len(chunk.tensors):
             self._end_chunk(chunk)
-        return done + len(part) - (not chunk.ends(end - 1))
+        return done + end - at - (not chunk.ends(end - 1))
 
     def _move(self, chunk: PlacedChunk, at: int, end: int, sources: list[int]) -> bool:
         """All of these pieces at once; False, with nothing done, where one differs."""
         sources[0] += chunk.start(at)
         targets, nbytes = chunk.addresses[at:end], chunk.nbytes[at:end]
         if chunk.resident is None:
-            self._queue.move(targets, sources, nbytes)
+            self._queue.move(targets, sources, nbytes, batches=chunk.batches(at))
             return True
         if not all(chunk.resident[at:end]) or sources != targets:
             return False  # some are copied, or the closer look says which one was moved
@@ -95,7 +95,7 @@ class ChunkWriter:
     def _copy(self, chunk: PlacedChunk, at: int, tensor: torch.Tensor) -> None:
         """One piece, of a tensor that may be of any strides, on any device, or resident."""
         if tensor.nbytes != chunk.wholes[at]:
-            raise _unplanned(chunk, at, [(chunk.tensors[at], tensor)])
+            raise _unplanned(chunk, at, Columns([chunk.tensors[at]], [tensor], None))
         address, nbytes = chunk.addresses[at], chunk.nbytes[at]
         if chunk.resident is not None and chunk.resident[at]:
             self._check_resident(chunk, at, tensor)
@@ -139,9 +139,9 @@ class ChunkWriter:
         self._piece = 0
 
 
-def _unplanned(chunk: PlacedChunk, at: int, part: Sequence[tuple[int, torch.Tensor]]) -> Validation:
-    for expected, whole, (index, tensor) in zip(
-        chunk.tensors[at:], chunk.wholes[at:], part, strict=False
+def _unplanned(chunk: PlacedChunk, at: int, part: Columns) -> Validation:
+    for expected, whole, index, tensor in zip(
+        chunk.tensors[at:], chunk.wholes[at:], part.indices, part.tensors, strict=False
     ):
         if expected != index:
             text = f"tensor {index} was written where the plan has {expected}"

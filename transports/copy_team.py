@@ -10,10 +10,12 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from transports.plain_memory import blocks, spans
+from transports.copy_batches import move
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from transports.copy_batches import Batch
 
 LEAST_NBYTES = 32 << 20
 """Less than this is not shared out."""
@@ -21,69 +23,50 @@ _MOST = 4  # more than that saturate no memory that fewer do not
 
 
 def copy_together(
-    targets: Sequence[int],
-    sources: Sequence[int],
-    nbytes: Sequence[int],
-    *,
-    note: Callable[[int], None] = lambda _: None,
+    batches: Sequence[Batch], *, note: Callable[[int], None] = lambda _: None
 ) -> None:
     """Copy from addresses to addresses; the callers hold what lies there.
 
     Args:
-        note: Called on this thread with the bytes that it copied, block by block; may raise: then
+        batches: Each is copied by whoever is free.
+        note: Called on this thread with the bytes that it copied, batch by batch; may raise: then
             all of them stop before this does.
     """
-    total = sum(nbytes)
+    total = sum(batch.nbytes for batch in batches)
     helpers = min(_MOST, _cores()) - 1 if total >= LEAST_NBYTES else 0
-    shares = _shares(list(spans(targets, sources, nbytes)), total, helpers + 1)
+    left = iter(batches)  # shared: each takes the next one
     stop = threading.Event()
 
-    def help_with(share: list[tuple[int, int, int]]) -> None:
-        for _ in blocks(*zip(*share, strict=True)):
+    def help_out() -> None:
+        for batch in left:
             if stop.is_set():
                 return
+            move(batch)
 
     threads = [
         threading.Thread(  # noqa: TID251 - joined below; a copy cannot block and raises nothing
-            target=help_with, args=(share,), name="copy", daemon=True
+            target=help_out, name="copy", daemon=True
         )
-        for share in shares[1:]
+        for _ in range(helpers)
     ]
+    noted = 0
     for thread in threads:
         thread.start()
     try:
-        if shares:
-            for _, _, size in blocks(*zip(*shares[0], strict=True)):
-                note(size)
+        for batch in left:
+            move(batch)
+            noted += batch.nbytes
+            note(batch.nbytes)
     except BaseException:
         stop.set()
         raise
     finally:
         for thread in threads:
             thread.join()
-    note(sum(size for share in shares[1:] for _, _, size in share))
+    note(total - noted)
 
 
 def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _shares(
-    copies: list[tuple[int, int, int]], total: int, count: int
-) -> list[list[tuple[int, int, int]]]:
-    """The copies in order, cut into at most `count` parts of about equal size, none empty."""
-    size = max(1, -(-total // count))
-    shares: list[list[tuple[int, int, int]]] = [[]]
-    room = size
-    for target, source, length in copies:
-        start = 0
-        while start < length:
-            part = min(room, length - start)
-            shares[-1].append((target + start, source + start, part))
-            start, room = start + part, room - part
-            if not room:
-                shares.append([])
-                room = size
-    return [share for share in shares if share]

@@ -26,7 +26,7 @@ from transports.packing import pack_into
 from transports.planning import ALIGNED
 from transports.sender_digests import SenderDigests, first_word
 from transports.shm_readers import Readers, check_stall
-from transports.stream import Progress, StreamSummary
+from transports.stream import Progress, StreamSummary, columns_of
 from transports.turn import Turn
 from transports.waker import Waker
 
@@ -227,9 +227,9 @@ class DeviceSender:
             _, layout = self._connected()
             if not batch:
                 return
-            indices, tensors = zip(*batch, strict=True)
+            indices, tensors, _ = columns_of(batch)
             first, end = self._at, self._at + len(batch)
-            if indices != tuple(range(first, end)) or end > len(layout.plan.sizes):
+            if list(indices) != list(range(first, end)) or end > len(layout.plan.sizes):
                 raise Validation(f"tensor {indices[0]} was written where {first} was due")
             addresses = self._exports.addresses[first:end]
             if not layout.streamed and list(map(torch.Tensor.data_ptr, tensors)) == addresses:

@@ -6,6 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any, final
 
 from statemachines.errors import InvalidTransition, Validation
+from transports.copy_batches import SameBatches
 from transports.digest import available, chain
 from transports.piece_digest import PieceDigest
 from transports.sections import Frames
@@ -33,6 +34,7 @@ class Half:
         self._digest = None if digest is None else PieceDigest(digest)
         self._frame_digest = FrameDigest(digest)
         self._frames: Frames | None = None
+        self._batches: dict[tuple[int, int], SameBatches] = {}
         self._round = 0
         self._stall = 0.0
         self._is_open = False
@@ -60,10 +62,15 @@ class Half:
             raise Validation(f"stall must be a finite number of seconds above 0, not {stall!r}")
         if self._frames is None or self._frames.digest != plan.digest:
             self._frames = Frames(plan, verified=self._kind is not None)
+            self._batches = {}
         self._round, self._stall, self._digests, self._is_open = round, stall, [], True
         self._frame_digest = FrameDigest(self._kind)
         text = f"stream 1 {round} {plan.digest} {self._kind}"
         return hashlib.sha256(text.encode()).digest()
+
+    def _batches_from(self, section: int, tensor: int) -> SameBatches:
+        """What made the copies of a section's packed tensors, from `tensor` on, ready last time."""
+        return self._batches.setdefault((section, tensor), SameBatches())
 
     def _hash(self, raw: torch.Tensor) -> int:
         assert self._digest is not None  # callers look at `_kind`

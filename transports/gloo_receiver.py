@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from statemachines.errors import AiosyncError, Validation
+from transports.copy_batches import moved_blocks
 from transports.errors import DigestMismatch
 from transports.gloo_half import AHEAD, Half
 from transports.packing import bytes_of
-from transports.plain_memory import addresses_of, blocks
-from transports.stream import targets_of
+from transports.plain_memory import addresses_of
+from transports.stream import known_of, targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,13 +132,14 @@ class GlooReceiver(Half):
         parts = [part for part in frames.sections[index].packed if part.nbytes]
         if not parts:
             return
-        targets = targets_of(destination, [part.tensor for part in parts])
-        nbytes = [part.nbytes for part in parts]
-        addresses = addresses_of(targets, nbytes)
+        indices, nbytes = [part.tensor for part in parts], [part.nbytes for part in parts]
+        targets = targets_of(destination, indices)
+        addresses = addresses_of(targets, nbytes, known_of(destination, indices))
         if addresses is not None:
             start, digest = frames.address(index), self._frame_digest
             sources = [start + part.start for part in parts]
-            for _, address, size in blocks(addresses, sources, nbytes):
+            ready = self._batches_from(index, indices[0])(addresses, sources, nbytes)
+            for _, address, size in moved_blocks(ready):
                 digest.reach(start, address + size)
             return
         for part, target in zip(parts, targets, strict=True):

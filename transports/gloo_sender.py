@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from statemachines.errors import AiosyncError, Validation
+from transports.copy_batches import moved_blocks
 from transports.gloo_half import AHEAD, Half
 from transports.packing import bytes_of, settled
-from transports.plain_memory import addresses_of, blocks
+from transports.plain_memory import addresses_of
+from transports.stream import columns_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from transports.planning import Plan
     from transports.sections import Frames, Section
-    from transports.stream import StreamSummary
+    from transports.stream import Columns, StreamSummary
 
 
 @final
@@ -66,16 +68,16 @@ class GlooSender(Half):
 
     def write(self, batch: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See `transports.stream.Sender.write`."""
-        frames, done = self._plan_frames, 0
+        frames, columns, done = self._plan_frames, columns_of(batch), 0
         try:
             while done < len(batch):
-                self._check(*batch[done])
+                self._check(columns.indices[done], columns.tensors[done])
                 section = frames.sections[self._at]
                 count = self._packed_ahead(section, len(batch) - done)
                 if count:
-                    self._pack(frames, section, batch[done : done + count])
+                    self._pack(frames, section, columns.part(done, done + count))
                 else:
-                    self._send_direct(section, *batch[done])
+                    self._send_direct(section, columns.indices[done], columns.tensors[done])
                 done += count or 1
                 self._next += count or 1
                 if self._next == section.end:
@@ -121,27 +123,27 @@ class GlooSender(Half):
             count += 1
         return count
 
-    def _pack(
-        self, frames: Frames, section: Section, part: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
-        parts = section.packed[self._cursor : self._cursor + len(part)]
-        self._cursor += len(part)
-        tensors, nbytes = [tensor for _, tensor in part], [p.nbytes for p in parts]
-        in_order = [index for index, _ in part] == [p.tensor for p in parts]
-        sources = addresses_of(tensors, nbytes) if in_order else None
+    def _pack(self, frames: Frames, section: Section, batch: Columns) -> None:
+        indices, tensors, known = batch
+        parts = section.packed[self._cursor : self._cursor + len(tensors)]
+        self._cursor += len(tensors)
+        nbytes = [p.nbytes for p in parts]
+        in_order = list(indices) == [p.tensor for p in parts]
+        sources = addresses_of(tensors, nbytes, known) if in_order else None
         start, digest = frames.address(self._at), self._frame_digest
         if sources is not None:
             targets = [start + p.start for p in parts]
-            for address, _, size in blocks(targets, sources, nbytes):
+            ready = self._batches_from(self._at, indices[0])(targets, sources, nbytes)
+            for address, _, size in moved_blocks(ready):
                 digest.reach(start, address + size)
             return
-        for place, (index, tensor) in zip(parts, part, strict=True):
+        for place, index, tensor in zip(parts, indices, tensors, strict=True):
             self._check(index, tensor)
             self._next += 1
             if place.nbytes:
                 with torch.no_grad():
                     frames.view(self._at, place, tensor).copy_(tensor)
-        self._next -= len(part)
+        self._next -= len(tensors)
 
     def _send_direct(self, section: Section, index: int, tensor: torch.Tensor) -> None:
         data = bytes_of(settled(tensor).cpu())

@@ -10,6 +10,7 @@ from statemachines.errors import AiosyncError, Validation
 from transports.cuda import REACHED, mark_current
 from transports.nccl_half import AHEAD, NBYTES, Half, nccl_knows
 from transports.packing import bytes_of, settled
+from transports.stream import columns_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,9 +117,9 @@ class NcclSender(Half):
     def _taken(self, batch: Sequence[tuple[int, torch.Tensor]]) -> Sequence[torch.Tensor]:
         """The tensors of a batch, which is what is due."""
         first, end = self._next, self._next + len(batch)
-        indices, tensors = zip(*batch, strict=True)
+        indices, tensors, _ = columns_of(batch)
         sizes = self._plan.sizes
-        if indices != tuple(range(first, end)) or end > len(sizes):
+        if list(indices) != list(range(first, end)) or end > len(sizes):
             due = "nothing" if first >= len(sizes) else f"tensor {first}"
             raise Validation(f"tensor {indices[0]} was written, {due} is next")
         if tuple(map(NBYTES, tensors)) != sizes[first:end]:

@@ -18,7 +18,7 @@ from transports.plain_memory import addresses_of
 from transports.planning import ALIGNED
 from transports.receiver_memory import ReceiverMemory
 from transports.shm_readers import check_stall
-from transports.stream import Progress, StreamSummary, targets_of
+from transports.stream import Progress, StreamSummary, known_of, targets_of
 from transports.turn import Turn
 from transports.waker import Waker
 
@@ -146,7 +146,7 @@ class ShmReceiver:
             if ready.chunk != chunk.index:
                 raise Validation(f"chunk {ready.chunk} came where {chunk.index} was due")
             self._memory.place(chunk, ready)
-            self._take(queue, chunk, targets_of(destination, chunk.tensors))
+            self._take(queue, chunk, destination)
             value = queue.end_chunk()
             self._copied, counted = self._copied + queue.copied - counted, queue.copied
             if value != ready.digest:
@@ -164,11 +164,15 @@ class ShmReceiver:
         self._send(link, wire.Complete(chunks=done.chunks, digest=digest), stall)
         return StreamSummary(nbytes=nbytes, chunks=done.chunks, digest=digest)
 
-    def _take(self, queue: CopyQueue, chunk: PlacedChunk, targets: list[torch.Tensor]) -> None:
-        found = addresses_of(targets, chunk.wholes)
+    def _take(
+        self, queue: CopyQueue, chunk: PlacedChunk, destination: Callable[[int], torch.Tensor]
+    ) -> None:
+        targets = targets_of(destination, chunk.tensors)
+        found = addresses_of(targets, chunk.wholes, known_of(destination, chunk.tensors))
         if found is not None:
             found[0] += chunk.start(0)
-            queue.move(found, chunk.addresses, chunk.nbytes, alone=not chunk.copied)
+            alone, batches = not chunk.copied, chunk.batches(0)
+            queue.move(found, chunk.addresses, chunk.nbytes, batches=batches, alone=alone)
             return
         for at, target in enumerate(targets):
             whole = chunk.wholes[at]

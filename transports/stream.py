@@ -9,12 +9,13 @@ that is blocked then raises `TransportAborted`.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch
 
@@ -50,12 +51,73 @@ class Progress:
         self.at = time.monotonic()
 
 
+class Columns(NamedTuple):
+    """A batch, as lists side by side.
+
+    Attributes:
+        addresses: See `Run`.
+    """
+
+    indices: Sequence[int]
+    tensors: Sequence[torch.Tensor]
+    addresses: list[int] | None
+
+    def part(self, first: int, end: int) -> Columns:
+        """Those from `first` up to `end`."""
+        addresses = None if self.addresses is None else self.addresses[first:end]
+        return Columns(self.indices[first:end], self.tensors[first:end], addresses)
+
+
+@final
+class Run(Sequence["tuple[int, torch.Tensor]"]):
+    """A batch of neighbours in the plan, without an object for each of thousands.
+
+    Args:
+        first: Index of the first.
+        tensors: All of them, in plan order.
+        addresses: Where they lay when they were looked at, contiguous and of the planned sizes;
+            None: nobody has looked.
+    """
+
+    __slots__ = ("columns",)
+
+    def __init__(
+        self, first: int, tensors: Sequence[torch.Tensor], addresses: list[int] | None = None
+    ) -> None:
+        self.columns = Columns(range(first, first + len(tensors)), tensors, addresses)
+
+    def __len__(self) -> int:
+        return len(self.columns.tensors)
+
+    def __getitem__(self, at: Any) -> Any:
+        indices, tensors, _ = self.columns
+        if isinstance(at, slice):
+            return list(zip(indices[at], tensors[at], strict=True))
+        return indices[at], tensors[at]
+
+
+def columns_of(batch: Sequence[tuple[int, torch.Tensor]]) -> Columns:
+    """What `Sender.write` gets, as lists side by side."""
+    if isinstance(batch, Run):
+        return batch.columns
+    return Columns([index for index, _ in batch], [tensor for _, tensor in batch], None)
+
+
 def targets_of(
     destination: Callable[[int], torch.Tensor], indices: Sequence[int]
 ) -> list[torch.Tensor]:
     """``destination(i)`` for all of these, at once where it has a method `many`."""
     many: Callable[[Sequence[int]], list[torch.Tensor]] | None = getattr(destination, "many", None)
     return list(map(destination, indices)) if many is None else many(indices)
+
+
+def known_of(
+    destination: Callable[[int], torch.Tensor], indices: Sequence[int]
+) -> list[int] | None:
+    """Where these destinations lay when they were looked at, if it has a method `known`."""
+    known: Callable[[Sequence[int]], list[int] | None] | None
+    known = getattr(destination, "known", None)
+    return None if known is None else known(indices)
 
 
 class Roll(Protocol):
@@ -143,7 +205,9 @@ class Receiver(Protocol):
         """Fill ``destination(i)`` for every tensor `i` of the plan.
 
         `destination` may have a method ``many(indices)``, which does the same for many of them,
-        and whose tensors may require gradients: nothing is recorded of what is written.
+        and whose tensors may require gradients: nothing is recorded of what is written. And it may
+        have ``known(indices)``: the addresses that those had when they were last looked at, each
+        contiguous and of its tensor's size; None where nobody has.
 
         `landed` is called with the indices that are complete (and verified, where digests are
         on), in plan order, each once.

@@ -231,8 +231,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         if isinstance(sender, TupleSender):
             return
         if isinstance(sender, DeviceSender):
-            known = getattr(feed.source, "plain_addresses", None) if feed.plain else None
-            sender.set_tensors(_staying(feed), known)
+            sender.set_tensors(_staying(feed), feed.addresses)
             return
         assert isinstance(sender, ShmSender)
         sender.set_resident(self._resident(feed))
@@ -272,21 +271,23 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
             return {}
         tensors = _staying(feed)
         # Contiguous tensors of the announced sizes: they are told apart by their addresses.
-        addresses = [-1 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        addresses += [storage.segment.fileno() for storage in self.shared]  # -1 once closed
+        found = feed.addresses or [
+            -1 if tensor is None else tensor.data_ptr() for tensor in tensors
+        ]
+        addresses = found + [storage.segment.fileno() for storage in self.shared]  # -1 once closed
         known = self._places
         if known is not None and known[0] is feed and known[1] == addresses:
             return known[2]
-        found: dict[int, tuple[Any, int]] = {}
+        places: dict[int, tuple[Any, int]] = {}
         for index, tensor in enumerate(tensors):
             if tensor is None:
                 continue
             for storage in self.shared:
                 place = storage.locate(tensor)
                 if place is not None:
-                    found[index] = place
-        self._places = (feed, addresses, found)
-        return found
+                    places[index] = place
+        self._places = (feed, addresses, places)
+        return places
 
 
 def _staying(feed: SourceFeed) -> list[torch.Tensor | None]:
@@ -309,6 +310,8 @@ class IPCWeightTransferEngine(StreamedWorkerEngine[IPCWeightTransferInitInfo]):
         device, self.gpu = own_device(device)
         if shares(config):
             self.gpu = None  # the host's memory, which the ranks share, comes in between
+        # One call less for the trainer, where a call is a tenth of a round.
+        self.verifies_early = self.gpu is not None
         super().__init__(config, vllm_config, device, model, **options)
 
     @property
@@ -336,8 +339,7 @@ class IPCWeightTransferEngine(StreamedWorkerEngine[IPCWeightTransferInitInfo]):
             return state
         state.detail["gpu"] = self.gpu
         session = self.cycle.session
-        if session is not None and session.number and session.number == self._verified:
-            # One call less for the trainer, where a call is a tenth of a round.
+        if session is not None and session.number and session.number == self.verified_round:
             state.detail["verified"] = session.number
         return state
 

@@ -44,7 +44,8 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     _bytes_before = 0
     _known: tuple[str, list[ParamMeta], Plan] | None = None
     _taken: tuple[str, list[ParamMeta], dict[str, str]] | None = None
-    _verified: int | None = None  # the round whose tensors are all there, and right
+    verifies_early = False
+    """Whether a round is verified as soon as its bytes are there, and the trainer told so."""
 
     @abstractmethod
     def open_receiver(self, init_info: Init) -> Receiver:
@@ -70,7 +71,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
 
     @at_once
     async def start_weight_update(self) -> None:
-        self._verified = None
+        self.verified_round = None
 
     @at_once
     async def receive_weights(self, update_info: StreamUpdateInfo) -> None:
@@ -92,11 +93,13 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
             grace=DEFAULTS.cleanup_s / 2,
             lane=self.lane,
             prepare=partial(self.begin_sink, sink, metadata, plan, update_info),
+            verify=self.verifies_early,
         )
         self.received_digest = summary.digest
         if self.cycle.aim == MODEL:
             self._taken = (update_info.metadata_digest, metadata, dict(update_info.aliases))
-        self._verified = update_info.round
+        if self.verifies_early:
+            self.verified_round = self.cycle.ownership.last_round
 
     def held_source(self, order: CopyOrder) -> HeldSource:
         """The model's tensors as they were announced when they came.
