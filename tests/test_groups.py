@@ -80,7 +80,7 @@ def test_of_several_lost_or_silent_ranks_the_first_is_named_and_all_are_listed(m
         group = GlooGroup(Meeting(*where, rank=0, size=4, names=names))
         known = [rank for rank in gone if rank >= 0]
         monkeypatch.setattr(group, "lost", lambda gone=gone: gone)
-        monkeypatch.setattr(group._signs, "silent", lambda known=known: known)
+        monkeypatch.setattr(group._signs, "silent", lambda _, known=known: known)
         for error in (group._failure(None), group._stalled(1.5)):
             assert error.rank == (known[0] if known else None)
             assert error.replica == (names[known[0]] if known else None)
