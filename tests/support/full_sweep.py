@@ -86,7 +86,8 @@ def report(backend: str, most: int, progress: bool) -> int:
     began = time.monotonic()
     counts = asyncio.run(sweep_backend(backend, most, progress))
     points = ", ".join(f"{name} {counts[name]}" for name in ("hit", "late", "idle", "failed"))
-    print(f"{backend}: {points}; {time.monotonic() - began:.0f} s", flush=True)
+    took, computed = time.monotonic() - began, time.process_time()
+    print(f"{backend}: {points}; {took:.0f} s, {computed:.0f} of them at work", flush=True)
     return bool(counts["failed"])
 
 
