@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiosync
 from benchmarks import layouts, wire
-from benchmarks.measure import alternate, median, payload, record, spread
+from benchmarks.measure import alternate, median, medians, payload, record, spread
 from benchmarks.processes import peer
 from benchmarks.setting import setting
 
@@ -98,5 +98,5 @@ async def _measure(
         ratio_by_round=median([ours / raw for ours, raw in zip(pairs.ours, by_round, strict=True)]),
         raw_keep_alive=median(kept),
         raw_keep_alive_spread=spread(kept),
-        seconds={name: median([phase[name] for phase in phases]) for name in phases[0]},
+        seconds=medians(phases),
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import aiosync
 from benchmarks import layouts, wire
 from benchmarks.control import requests_of_a_round
-from benchmarks.measure import alternate, median, payload, record
+from benchmarks.measure import alternate, median, medians, payload, record
 from benchmarks.processes import peer
 
 if TYPE_CHECKING:
@@ -75,5 +75,5 @@ async def _measure(
         ours_per_member=median(pairs.ours) / count,
         raw_per_member=median(pairs.raw) / count,
         requests_per_member=len(requests),
-        seconds={name: median([phase[name] for phase in phases]) for name in phases[0]},
+        seconds=medians(phases),
     )

@@ -18,7 +18,16 @@ import torch
 import aiosync
 from benchmarks import gpu_models
 from benchmarks.loop_lag import lag_of
-from benchmarks.measure import alternate, median, payload, percentile, record, spread
+from benchmarks.measure import (
+    GB,
+    alternate,
+    median,
+    medians,
+    payload,
+    percentile,
+    record,
+    spread,
+)
 from benchmarks.processes import peer
 from transports.cuda import cuda_device, mark_current, poll
 from transports.lane import Lane
@@ -31,7 +40,6 @@ if TYPE_CHECKING:
     from benchmarks.measure import Options
     from benchmarks.processes import Peer
 
-_GB = 1e9
 _FLAT_NBYTES = 8 << 30  # with two models and their staging memory more would not fit
 
 
@@ -149,10 +157,10 @@ async def _measure(other: Peer, lane: Lane, variant: _Variant, options: Options)
             report = await sync.send_weights()
             rounds.append(time.perf_counter() - began)
             phases.append(report.seconds)
-            return nbytes / rounds[-1] / _GB
+            return nbytes / rounds[-1] / GB
 
         async def beside() -> float:
-            return nbytes / await raw.batched() / _GB
+            return nbytes / await raw.batched() / GB
 
         for _ in range(2):
             await ours(), await beside()
@@ -164,7 +172,7 @@ async def _measure(other: Peer, lane: Lane, variant: _Variant, options: Options)
             await lag_of(raw.batched(), floor)
         raw.flatten()
         await raw.flat()
-        flats = [raw.flat_nbytes / await raw.flat() / _GB for _ in range(5)]
+        flats = [raw.flat_nbytes / await raw.flat() / GB for _ in range(5)]
         blocked = [await raw.flat() for _ in range(5)]
         polled = [await raw.polled() for _ in range(5)]
     raw.drop()
@@ -189,7 +197,7 @@ async def _measure(other: Peer, lane: Lane, variant: _Variant, options: Options)
         first_round_s=round(first, 4),
         first_over_later=round(first / later, 2),
         first_seconds=first_phases,
-        seconds={name: median([phase[name] for phase in phases]) for name in phases[0]},
+        seconds=medians(phases),
         wait_synchronize_ms=median([value * 1e3 for value in blocked]),
         wait_poll_ms=median([value * 1e3 for value in polled]),
         lag_p99_ms=round(percentile(lags, 0.99), 3),

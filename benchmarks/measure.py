@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 MIB = 1 << 20
+GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ def record(
 def median(values: Sequence[float]) -> float:
     """The median, as it is printed."""
     return _short(statistics.median(values))
+
+
+def medians(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of what several rounds' reports say of each phase's seconds."""
+    return {name: median([phase[name] for phase in phases]) for name in phases[0]}
 
 
 def spread(values: Sequence[float]) -> list[float]:

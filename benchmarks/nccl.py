@@ -18,7 +18,17 @@ import torch
 import aiosync
 from benchmarks import gpu_models
 from benchmarks.loop_lag import lag_of
-from benchmarks.measure import Pairs, alternate, median, payload, percentile, record, spread
+from benchmarks.measure import (
+    GB,
+    Pairs,
+    alternate,
+    median,
+    medians,
+    payload,
+    percentile,
+    record,
+    spread,
+)
 from benchmarks.processes import peer
 from transports.cuda import WorkQueue, cuda_device, poll
 from transports.lane import Lane
@@ -30,7 +40,6 @@ if TYPE_CHECKING:
     from benchmarks.measure import Options
     from benchmarks.processes import Peer
 
-_GB = 1e9
 PIECE = 1 << 30
 _LIMIT_S = 60.0
 
@@ -149,17 +158,17 @@ async def _measure(other: Peer, raw: Raw, variant: _Variant, options: Options) -
             report = await sync.send_weights()
             rounds.append(time.perf_counter() - began)
             phases.append(report.seconds)
-            return nbytes / report.seconds["update"] / _GB
+            return nbytes / report.seconds["update"] / GB
 
         async def beside() -> float:
-            return nbytes / await raw.seconds(nbytes) / _GB
+            return nbytes / await raw.seconds(nbytes) / GB
 
         await ours(), await beside()
         rounds.clear()
         phases.clear()
         pairs = await alternate(ours, beside, variant.repeat or options.repeat)
-        whole = [nbytes / seconds / _GB for seconds in rounds]
-        blocked = [nbytes / await raw.seconds(nbytes, synchronizes=True) / _GB for _ in range(3)]
+        whole = [nbytes / seconds / GB for seconds in rounds]
+        blocked = [nbytes / await raw.seconds(nbytes, synchronizes=True) / GB for _ in range(3)]
         for _ in range(3):
             await lag_of(sync.send_weights(), lags)
             await lag_of(raw.seconds(nbytes), floor)
@@ -179,7 +188,7 @@ async def _measure(other: Peer, raw: Raw, variant: _Variant, options: Options) -
         ratio_round=median(Pairs(whole, pairs.raw).ratios()),
         raw_synchronize=median(blocked),
         first_round_s=round(first, 3),
-        seconds={name: median([phase[name] for phase in phases]) for name in phases[0]},
+        seconds=medians(phases),
         lag_p99_ms=round(percentile(lags, 0.99), 3),
         lag_floor_p99_ms=round(percentile(floor, 0.99), 3),
         extra_memory_bytes={"trainer": extra, "worker": peak["extra"]},
