@@ -160,3 +160,29 @@ def test_a_fleet_travels_by_pickle():
     assert [s.name for s in got.members[0].servers] == ["http://x:1", "http://x:2"]
     assert (got.policy, got.patience) == (sent.policy, 0.5)
     assert set(got.states.values()) == {"joining"}
+
+
+@pytest.mark.asyncio
+async def test_a_member_that_drops_out_is_resumed_at_once_and_not_when_the_round_ends():
+    async with fleet(3, policy="quorum(2)") as it:
+        others = asyncio.Event()
+        it.faults["w0", "prepare_weight_update"] = others.wait  # the round is held up here
+
+        async def fails():
+            assert str(it.workers["w1"].generation.state) == "paused"
+            raise aiosync.PeerLost("cut off", replica="w1")
+
+        it.faults["w1", "update_weights"] = fails
+        running = asyncio.create_task(it.send(version=1, pause=aiosync.Pause()))
+        async with asyncio.timeout(20):
+            while ("w1", "update_weights") not in it.calls:
+                await asyncio.sleep(0.01)
+            await it.workers["w1"].generation.wait_for("running")
+        assert not running.done()
+        assert str(it.workers["w0"].generation.state) == "paused"
+        others.set()
+        report = await running
+        assert report.outcome == "committed"
+        assert it.holders() == {"w0", "w2"}
+        rows = {member.name: member for member in report.members}
+        assert rows["w1"].left_paused is None
