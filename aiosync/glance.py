@@ -142,8 +142,6 @@ class _Run:
         wanted = [*(entry[:2] for entry in tensors), *self._children, *vacant]
         self._keys = [key for _, key in wanted]
         self._of = _picker([at for at, _ in wanted])
-        self._full = _picker([at for at, content in enumerate(held) if content])
-        self._empty = _picker([at for at, content in enumerate(held) if not content])
         values = [value for _, _, value in tensors]
         self.addresses = list(map(torch.Tensor.data_ptr, values))
         # Torch's guards take no tensor twice.
@@ -163,7 +161,7 @@ class _Run:
         """Whether all is as it was; adds what it found to the two lists."""
         held = _held(modules)
         # With as many entries as there were, and each of the known ones there, none is new.
-        if any(self._empty(held)) or sum(map(len, self._full(held))) != len(self._keys):
+        if sum(map(len, held)) != len(self._keys):
             return False
         values = list(map(getitem, self._of(held), self._keys))
         end = len(self.addresses)

@@ -162,7 +162,7 @@ class Sink(ABC):
             0 <= first < end <= len(self._metadata)
             and fresh == list(range(first, end))
             and True not in self._landed[first:end]
-            and self._handed.keys() >= set(fresh)
+            and all(map(self._handed.__contains__, fresh))
         )
         if simple:
             self._landed[first:end] = [True] * len(fresh)

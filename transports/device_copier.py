@@ -118,7 +118,7 @@ class DeviceCopier:
                 if not takes_all or self._right.get(number) != to:
                     self._check(layout.plan, batch.indices, targets)
                     self._right[number] = to
-                batch.copy(to, [addresses[index] for index in batch.indices])
+                batch.copy(to, _those(addresses, batch.indices))
                 if batch.digest is not None:
                     values.append(batch.digest.values(to))
                 under_way.append((batch, mark_current(device), targets))
@@ -193,3 +193,10 @@ class DeviceCopier:
             with suppress(RuntimeError, PhaseTimeout):
                 poll(mark, lambda: None, limit=_DRAIN_S)
             raise
+
+
+def _those(addresses: Sequence[int], indices: list[int]) -> list[int]:
+    first, end = indices[0], indices[-1] + 1
+    if end - first == len(indices):  # they ascend
+        return list(addresses[first:end])
+    return [addresses[index] for index in indices]

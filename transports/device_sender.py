@@ -227,12 +227,15 @@ class DeviceSender:
             _, layout = self._connected()
             if not batch:
                 return
-            indices, tensors, _ = columns_of(batch)
+            columns = columns_of(batch)
             first, end = self._at, self._at + len(batch)
-            if list(indices) != list(range(first, end)) or end > len(layout.plan.sizes):
-                raise Validation(f"tensor {indices[0]} was written where {first} was due")
+            if not columns.are_from(first) or end > len(layout.plan.sizes):
+                raise Validation(f"tensor {columns.indices[0]} was written where {first} was due")
             addresses = self._exports.addresses[first:end]
-            if not layout.streamed and list(map(torch.Tensor.data_ptr, tensors)) == addresses:
+            if (
+                not layout.streamed
+                and list(map(torch.Tensor.data_ptr, columns.tensors)) == addresses
+            ):
                 self._at = end
             else:
                 self._write_each(layout, batch)

@@ -117,9 +117,9 @@ class NcclSender(Half):
     def _taken(self, batch: Sequence[tuple[int, torch.Tensor]]) -> Sequence[torch.Tensor]:
         """The tensors of a batch, which is what is due."""
         first, end = self._next, self._next + len(batch)
-        indices, tensors, _ = columns_of(batch)
-        sizes = self._plan.sizes
-        if list(indices) != list(range(first, end)) or end > len(sizes):
+        columns, sizes = columns_of(batch), self._plan.sizes
+        indices, tensors, _ = columns
+        if not columns.are_from(first) or end > len(sizes):
             due = "nothing" if first >= len(sizes) else f"tensor {first}"
             raise Validation(f"tensor {indices[0]} was written, {due} is next")
         if tuple(map(NBYTES, tensors)) != sizes[first:end]:

@@ -62,6 +62,11 @@ class Columns(NamedTuple):
     tensors: Sequence[torch.Tensor]
     addresses: list[int] | None
 
+    def are_from(self, first: int) -> bool:
+        """Whether these are `first` and those behind it."""
+        due = range(first, first + len(self.tensors))
+        return self.indices == due or list(self.indices) == list(due)
+
     def part(self, first: int, end: int) -> Columns:
         """Those from `first` up to `end`."""
         addresses = None if self.addresses is None else self.addresses[first:end]
