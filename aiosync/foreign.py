@@ -2,19 +2,23 @@
 
 Each runs in a task of its own. A cancellation is passed on once, as asyncio does it; one that does
 not end then, since it swallows the cancellation, is left behind after a while, and said so in the
-log. What it does to its own task (cancel it, too) reaches nobody else.
+log. What it does to its own task (cancel it, too) reaches nobody else. Where it could still touch
+what the next round uses, its owner keeps it in mind (`LeftBehind`) and begins none before its end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import anyio
 
+from aiosync.errors import PhaseTimeout, Refused
+
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -26,8 +30,74 @@ class Stray(RuntimeError):
     """A cancellation that nobody asked for."""
 
 
+@final
+class LeftBehind:
+    """What one owner's callers gave up waiting for, as long as it runs."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def add(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def running(self) -> list[asyncio.Task[Any]]:
+        """Those that have not ended; a loop that was closed has ended all of its tasks."""
+        return [t for t in self._tasks if not t.done() and not t.get_loop().is_closed()]
+
+    def check(self, what: str) -> None:
+        """Refuse `what` while something of before could get into it.
+
+        Raises:
+            Refused: Names what still runs.
+        """
+        names = sorted(task.get_name() for task in self.running)
+        if names:
+            raise Refused(
+                f"{what} has to wait: {', '.join(names)} was cancelled and still runs",
+                retryable=True,
+                next_step="let it end when it is cancelled (no `except BaseException` around an"
+                " await); until it has ended nothing begins that it could get into",
+            )
+
+
+async def all_ended(parties: Sequence[LeftBehind], *, seconds: float) -> None:
+    """Wait until nothing of `parties` runs, at most `seconds`: it may be about to end."""
+    running = [task for party in parties for task in party.running]
+    if running:
+        await asyncio.wait(running, timeout=seconds)
+
+
+async def limited(
+    fn: Callable[[], Awaitable[T]],
+    seconds: float,
+    *,
+    grace: float,
+    what: str,
+    phase: str,
+    left: LeftBehind,
+) -> T:
+    """`stoppable` for `seconds`.
+
+    Raises:
+        PhaseTimeout: It took longer; says so where it did not even end then.
+    """
+    with anyio.move_on_after(seconds):
+        return await stoppable(fn, grace=grace, what=what, left=left)
+    text = f"{what} took longer than {seconds:g} s"
+    if left.running:
+        text += ", and did not end when it was cancelled: it was left behind"
+    raise PhaseTimeout(text, phase=phase)
+
+
 async def stoppable(
-    fn: Callable[[], Awaitable[T]], *, grace: float, what: str, patience: float = 0.0
+    fn: Callable[[], Awaitable[T]],
+    *,
+    grace: float,
+    what: str,
+    patience: float = 0.0,
+    left: LeftBehind | None = None,
 ) -> T:
     """Await ``fn()``; when cancelled, cancel it `patience` seconds later, unless it has ended.
 
@@ -36,12 +106,17 @@ async def stoppable(
     Args:
         grace: Seconds that it then gets to end.
         what: Its name in the log and in errors.
+        left: Told where it did not end then.
 
     Raises:
         Stray: It was cancelled, although nobody asked for that: it is no success, and a
             task group would take the cancellation for its own and drop it.
     """
 
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # under trio nothing can be left behind
+        return await fn()
     stopped: list[BaseException] = []
 
     async def body() -> T:
@@ -51,7 +126,7 @@ async def stoppable(
             stopped.append(error)  # out of a task it would stop the event loop
             raise asyncio.CancelledError from error
 
-    task = asyncio.get_running_loop().create_task(body(), name=what)
+    task = loop.create_task(body(), name=what)
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:
@@ -65,6 +140,8 @@ async def stoppable(
             task.cancel()
             _LEFT.add(task)
             task.add_done_callback(_LEFT.discard)
+            if left is not None:
+                left.add(task)
         task.add_done_callback(_retrieve)
     try:
         return task.result()
@@ -84,6 +161,12 @@ async def _outlast(task: asyncio.Task[Any], patience: float, grace: float) -> No
     task.cancel()
     with anyio.move_on_after(grace, shield=True):
         await asyncio.wait([task])
+
+
+def discard(result: object) -> None:
+    """Close a coroutine that nobody has awaited: it would complain of it."""
+    if inspect.iscoroutine(result) and inspect.getcoroutinestate(result) == inspect.CORO_CREATED:
+        result.close()
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

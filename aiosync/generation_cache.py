@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, final
 
-import anyio
-
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import PhaseTimeout, Validation
+from aiosync.errors import Validation
+from aiosync.foreign import LeftBehind, limited
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 POLICIES = ("flush", "keep", "salt")
+_WHAT = "emptying the cache"
 
 
 @final
@@ -37,6 +37,7 @@ class CacheTie:
         if policy == "flush" and flush is None:
             raise Validation('policy "flush" needs a function: flush(weights_id)')
         self.policy = policy
+        self.left = LeftBehind()
         self._flush = flush
 
     @property
@@ -53,15 +54,19 @@ class CacheTie:
 
         Raises:
             PhaseTimeout: It took too long.
+            Refused: An earlier call that took too long still runs.
             Exception: What the embedder's function raised.
         """
         if self._flush is None:
             return
-        with anyio.move_on_after(DEFAULTS.finish_s) as scope:
-            result = self._flush(weights_id)
-            if inspect.isawaitable(result):
-                await result
-        if scope.cancelled_caught:
-            raise PhaseTimeout(
-                f"emptying the cache took longer than {DEFAULTS.finish_s:g} s", phase="pause"
+        self.left.check("a flush")
+        result = self._flush(weights_id)
+        if inspect.isawaitable(result):
+            await limited(
+                lambda: result,
+                DEFAULTS.finish_s,
+                grace=DEFAULTS.cleanup_s / 2,
+                what=_WHAT,
+                phase="pause",
+                left=self.left,
             )

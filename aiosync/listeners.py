@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from aiosync.errors import Refused, Validation
+from transports.socket_place import LONGEST
 
 _BACKLOG = 128
-_LONGEST = 107  # bytes of a Unix socket's path
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:
@@ -58,8 +58,11 @@ def bind_unix(path: str) -> socket.socket:
         Validation: The path is too long, or names something that is no socket.
         OSError: The folder is missing, or may not be written to.
     """
-    if len(os.fsencode(path)) > _LONGEST:
-        raise Validation(f"Unix socket path {path!r} is longer than {_LONGEST} bytes")
+    if len(os.fsencode(path)) > LONGEST:
+        raise Validation(
+            f"Unix socket path {path!r} is longer than {LONGEST} bytes",
+            next_step="give a shorter path=, or none",
+        )
     _clear(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
     from aiosync.engines.streamed import StreamedTrainerEngine
+    from aiosync.foreign import LeftBehind
     from aiosync.lane_calls import LaneCalls
     from aiosync.trainer import TrainerWeightTransferEngine
     from aiosync.worker import WeightTransferEngine
@@ -135,6 +136,7 @@ async def call_step(
     abort: Callable[[], None] | None = None,
     grace: float,
     calls: LaneCalls | None = None,
+    left: LeftBehind | None = None,
 ) -> Any:
     """Run the bare method of a step: on the loop if it is async, else on the lane.
 
@@ -144,26 +146,32 @@ async def call_step(
         abort: Unblocks the method, from another thread.
         grace: Seconds that an aborted method gets before its lane is given up.
         calls: How a method on the lane uses an async client.
+        left: Told of an async method that did not end when it was cancelled.
     """
+    what = f"{_name_of(bare)} of {type(owner).__name__}"
+    stopping = functools.partial(stoppable, grace=grace, what=what, left=left)
     token = _INSIDE.set(_INSIDE.get() | {id(owner)})
     try:
         if _is_async(bare):
             if _plain(bare) in _AT_ONCE:
                 return await bare(*args)
-            work = functools.partial(bare, *args)
-            return await stoppable(work, grace=grace, what=f"{type(owner).__name__}'s async step")
+            return await stopping(functools.partial(bare, *args))
         # The lane has its own context; the copy carries the mark of the running step over.
         context = contextvars.copy_context()
         if calls is not None:
             enter(context, calls)
         result = await lane().run(context.run, bare, *args, abort=abort, grace=grace)
-        return await result if inspect.isawaitable(result) else result
+        return await stopping(lambda: result) if inspect.isawaitable(result) else result
     finally:
         _INSIDE.reset(token)
 
 
 def _is_async(method: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(inspect.unwrap(_plain(method)))
+
+
+def _name_of(method: Callable[..., Any]) -> str:
+    return getattr(_plain(method), "__name__", "a step")
 
 
 def _plain(method: Callable[..., Any]) -> Callable[..., Any]:

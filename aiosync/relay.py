@@ -2,7 +2,9 @@
 
 A sink is driven on a lane, the receiver usually lives on the event loop. So each call waits, on
 the lane's thread, for the loop to have made it, within a limit of its own. When the round is
-cancelled the call that is out is cancelled, too, and the lane comes back.
+cancelled the call that is out is cancelled, too, and the lane comes back. One that does not end
+then is left behind, and no round begins before its end: it could put a tensor of an older round
+among those of a newer one.
 """
 
 from __future__ import annotations
@@ -12,17 +14,15 @@ import inspect
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
-import anyio
-
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import (
     AiosyncError,
     InvalidTransition,
-    PhaseTimeout,
     TransportAborted,
     Validation,
     WrongThread,
 )
+from aiosync.foreign import discard, limited
 from aiosync.metadata import meta_nbytes
 from aiosync.sink_base import Sink
 from aiosync.targets import Destinations
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from aiosync.version import Version
 
 logger = logging.getLogger(__name__)
+_ENDS_S = DEFAULTS.cleanup_s / 4  # what a call of the receiver's has to end in once cancelled
 _PARTS = ("begin", "put", "commit", "abort")
 
 
@@ -72,7 +73,8 @@ class RelaySink(Sink):
         begin, put, commit, abort: The parts; `begin` is optional.
         device: Where tensors arrive; the CPU unless given.
         timeout: Seconds for `begin` and for each `put`; commit has `DEFAULTS.finish_s`, abort
-            `DEFAULTS.cleanup_s`. A plain function that blocks longer cannot be ended.
+            `DEFAULTS.cleanup_s`. A plain function that blocks longer cannot be ended; an async one
+            that swallows its cancellation is left behind, and rounds are refused until it ends.
 
     Raises:
         Validation: A part is missing, or both forms were given.
@@ -123,13 +125,14 @@ class RelaySink(Sink):
         before, abort = self.weights, self._parts["abort"]
         self.weights = Weights.UNKNOWN  # until the receiver has said that it is not
         async with Lane("aiosync-relay-abort") as lane:
-            with anyio.move_on_after(DEFAULTS.cleanup_s) as scope:
+
+            async def tell() -> None:
                 # A lane takes plain functions only; what an async one returns is awaited here.
-                result = await lane.run(lambda: abort(), grace=DEFAULTS.cleanup_s / 4)
+                result = await lane.run(lambda: abort(), grace=_ENDS_S)
                 if inspect.isawaitable(result):
                     await result
-        if scope.cancelled_caught:
-            raise PhaseTimeout("the receiver's abort did not end in time", phase="abort")
+
+            await self._limited("abort", tell, DEFAULTS.cleanup_s)
         self.weights = before  # an abort does not mend what an earlier commit left
 
     def abort(self) -> None:
@@ -162,6 +165,7 @@ class RelaySink(Sink):
 
     def _prepare(self, metadata: list[ParamMeta], found: Destinations) -> None:
         del found
+        self.left.check("a RelaySink's round")
         self._began = True  # from here on it is owed an abort
         if self._parts["begin"] is not None:
             self._call("begin", metadata, self._aliases, seconds=self._timeout)
@@ -200,21 +204,16 @@ class RelaySink(Sink):
 
     def _await(self, result: Awaitable[Any], what: str, seconds: float) -> None:
         calls = self._calls
-
-        async def bounded() -> None:
-            with anyio.move_on_after(seconds) as scope:
-                await result
-            if scope.cancelled_caught:
-                text = f"{what} of the receiver took longer than {seconds:g} s"
-                raise PhaseTimeout(text, phase=what)
-
         try:
             if calls is None:
                 raise InvalidTransition("a RelaySink with an async receiver must be attached first")
-            calls.run(bounded)
+            calls.run(lambda: self._limited(what, lambda: result, seconds))
         finally:
-            if inspect.iscoroutine(result):
-                result.close()  # the loop may have refused to begin it
+            discard(result)  # the loop may have refused to begin it
+
+    async def _limited(self, what: str, fn: Callable[[], Awaitable[Any]], seconds: float) -> None:
+        name = f"{what} of the receiver"
+        await limited(fn, seconds, grace=_ENDS_S, what=name, phase=what, left=self.left)
 
 
 def _on_a_loop() -> bool:

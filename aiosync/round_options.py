@@ -155,6 +155,7 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
         *,
         timeout: float | None = None,
         budget: Budget | None = None,
+        rollback: Any = False,
         on_busy: Any = "raise",
         ticket: RoundTicket | str | None = None,
         target: Target | None = None,
@@ -162,6 +163,8 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
         around: Sequence[Around] = (),
         **others: Any,
     ) -> Self:
+        if not isinstance(rollback, bool):
+            raise Validation(f"rollback must be True or False, not {rollback!r}", phase="admit")
         if on_busy not in _ON_BUSY:
             raise Validation(f"on_busy must be raise, wait or supersede, not {on_busy!r}")
         limits = Budget.of(budget, timeout)
@@ -172,6 +175,7 @@ class RoundSettings(msgspec.Struct, frozen=True, kw_only=True):
             total = min(total, left)
         return cls(
             budget=limits,
+            rollback=rollback,
             on_busy=on_busy,
             ticket=promise,
             target=_target(target, promise),

@@ -28,6 +28,7 @@ from aiosync.stop_signals import first_signal
 from aiosync.tokens import is_loopback, load_token
 from transports.forked import keep_from_children
 from transports.lane import Lane
+from transports.socket_place import socket_place
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -40,6 +41,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 logger = logging.getLogger(__name__)
 _LOCAL = "127.0.0.1"
+_FOLDER, _SOCKET = "aiosync-", "control.sock"
 _ANY = ("", "0.0.0.0", "::")
 _CLOSING_S = 5 * DEFAULTS.cleanup_s
 
@@ -99,7 +101,8 @@ async def serve(
 
     Args:
         host: TCP, on this address (default 127.0.0.1); `port` None takes a free one.
-        path: A Unix socket instead. With neither, one in a new private folder.
+        path: A Unix socket instead. With neither, one in a new private folder: in the temporary
+            folder, or in another one where that makes the path too long for a socket.
         token, token_file: Bearer token of every request; needed outside loopback, where the
             environment may give it: ``AIOSYNC_TOKEN`` or ``AIOSYNC_TOKEN_FILE``.
         insecure: Listen outside loopback without a token. Logged as a warning.
@@ -174,9 +177,9 @@ async def _listen_tcp(
 
 async def _listen_unix(stack: AsyncExitStack, path: str | Path | None) -> tuple[socket.socket, str]:
     if path is None:
-        folder = await _beside(tempfile.mkdtemp, "", "aiosync-")
+        folder = await _beside(_private_folder)
         stack.push_async_callback(_removed, functools.partial(shutil.rmtree, folder, True))
-        path = f"{folder}/control.sock"
+        path = f"{folder}/{_SOCKET}"
     where = await _beside(_absolute, path)
     sock = stack.enter_context(await _beside(bind_unix, where))
     made = await _beside(identity, where)
@@ -213,6 +216,11 @@ async def _beside(fn: Callable[[*Ts], T], *args: *Ts) -> T:
     """The file system may block: not on the event loop."""
     async with Lane("aiosync-listen") as lane:
         return await lane.run(fn, *args)
+
+
+def _private_folder() -> str:
+    place = socket_place(f"{_FOLDER}01234567/{_SOCKET}")
+    return tempfile.mkdtemp("", _FOLDER, place)
 
 
 def _absolute(path: str | Path) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from aiosync.crash_marker import CrashMarker
 from aiosync.errors import Busy, Coverage, InvalidTransition, Torn, Validation
+from aiosync.foreign import LeftBehind
 from aiosync.metadata import Validated, first_few, meta_nbytes
 from aiosync.module_layout import bit_equal
 from aiosync.targets import Destinations, Matcher, further_names, model_tensors, wanted_names
@@ -64,6 +65,8 @@ class Sink(ABC):
         self.skipped = 0
         self.left_out: list[str] = []
         self.target: Version | None = None
+        self.left = LeftBehind()
+        """Calls of this sink's that outlived their round."""
         self._loader: Callable[[Iterable[tuple[str, torch.Tensor]]], object] | None = None
         self._adopt(model)
         self._matcher = Matcher()
@@ -75,6 +78,11 @@ class Sink(ABC):
         self._validated = Validated()
         self._further: dict[str, list[str]] = {}
         """Names that travel under another one, by that one."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round has begun, and was neither committed nor aborted."""
+        return self._open
 
     def begin(
         self,

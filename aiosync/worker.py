@@ -240,7 +240,8 @@ class WeightTransferEngine(Watchable, Controls, Targets, SendsCopies, ABC, Gener
     async def _process(self, work: Callable[[], Any]) -> None:
         grace = DEFAULTS.cleanup_s / 2
         lane = lambda: self.lane  # noqa: E731  made only where something blocks
-        await call_step(self, work, lane=lane, abort=self.abort_receive, grace=grace)
+        left = self.cycle.left
+        await call_step(self, work, lane=lane, abort=self.abort_receive, grace=grace, left=left)
 
     async def leave_round(self, error: BaseException) -> None:
         """What giving a round up has to await before the weights are judged; time is limited."""
@@ -342,8 +343,14 @@ class WeightTransferEngine(Watchable, Controls, Targets, SendsCopies, ABC, Gener
     def drop_sinks(self) -> None:
         """Make new sinks for later rounds; between rounds only."""
         for sink in self._sinks.values():
+            for task in sink.left.running:  # they may still reach what a new sink hands on to
+                self.cycle.left.add(task)
             sink.release()
         self._sinks.clear()
+
+    def known_sinks(self) -> list[Sink]:
+        """Those that were made so far."""
+        return list(self._sinks.values())
 
     @property
     def has_sink(self) -> bool:

@@ -99,6 +99,7 @@ class Ending:
         cycle.driven.ended(error)
         lane_healthy = not engine.lane_poisoned
         usable = engine.reusable_after_abort and lane_healthy and engine.weights == Weights.INTACT
+        usable = usable and not cycle.left.running
         engine.machine.fire(
             Trigger.ABORT if usable else Trigger.FAIL,
             round=session.number,

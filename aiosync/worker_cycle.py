@@ -16,6 +16,7 @@ from aiosync.concurrency import Supervisor, run_to_end
 from aiosync.defaults import DEFAULTS
 from aiosync.driven import DrivenRounds
 from aiosync.errors import Fenced, RoundCancelled, Validation
+from aiosync.foreign import LeftBehind, all_ended
 from aiosync.lane_calls import LaneCalls
 from aiosync.overrides import call_step
 from aiosync.ownership import Ownership
@@ -62,6 +63,8 @@ class WorkerCycle:
         self.channel = Channel(self)
         self.ending = Ending(self)
         self.driven = DrivenRounds()
+        self.left = LeftBehind()
+        """Async steps that did not end when they were cancelled."""
         self._closing = False
 
     # -- the steps -------------------------------------------------------------------------------
@@ -91,6 +94,7 @@ class WorkerCycle:
             return  # the same call again: the round is open
         if engine.state is not State.INITIALIZED:
             raise engine.wrong_order("start")
+        await self._alone()
         self.driven.check(header)
         if aim is None:
             aim = of_header(None if header is None else header.target)
@@ -236,7 +240,23 @@ class WorkerCycle:
             lane=lambda: engine.lane,
             abort=self._abort_step,
             grace=DEFAULTS.cleanup_s / 2,
+            left=self.left,
         )
+
+    async def _alone(self) -> None:
+        """Nothing of an earlier round runs any more that could get into this one's memory.
+
+        Raises:
+            Refused: Names what does.
+        """
+        sinks = self.engine.known_sinks()
+        parties = [self.left, self.engine.generation.cache.left, *(sink.left for sink in sinks)]
+        await all_ended(parties, seconds=DEFAULTS.cleanup_s)
+        for party in parties:
+            party.check("start")
+        for sink in sinks:
+            if sink.is_open:  # it was opened once more by a step whose round was over
+                sink.abort()
 
     async def _receive(self, bare: Callable[..., Any], info: Any, number: int) -> None:
         engine = self.engine

@@ -8,7 +8,9 @@ import pickle
 import secrets
 import socket
 import stat
+import tempfile
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
 import aiohttp
 import anyio
@@ -39,6 +41,7 @@ from aiosync.tokens import is_authorized, is_loopback
 from aiosync.version import Version
 from statemachines.events import Transition
 from statemachines.hub import TransitionHub
+from transports import socket_place
 
 HEADER = RoundHeader(owner="t", epoch=1, round=2, version=Version(3, "run", 3))
 
@@ -611,6 +614,38 @@ async def test_a_relative_path_gives_an_absolute_url(tmp_path, monkeypatch, bloc
         folder = anyio.Path(server.url.removeprefix("unix://")).parent
         assert stat.S_IMODE((await folder.stat()).st_mode) == 0o700
     assert not await folder.exists()
+
+
+@pytest.mark.asyncio
+async def test_a_long_temporary_folder_is_left_for_a_short_one(
+    tmp_path, monkeypatch, blocking_detector
+):
+    blocking_detector.deactivate()
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    async with serve(Engine()) as server:
+        folder = Path(server.url.removeprefix("unix://")).parent
+        assert folder.parent != long
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        await HTTPVLLMWeightSyncClient(server.url).health()
+    assert not folder.exists()
+    assert list(long.iterdir()) == []
+    # One that will do is taken.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if len(str(tmp_path)) < 70:
+        async with serve(Engine()) as server:
+            assert server.url.startswith(f"unix://{tmp_path}/aiosync-")
+    # None will.
+    monkeypatch.setattr(socket_place, "_ELSEWHERE", (str(tmp_path / "missing"),))
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(Validation, match="no folder for a Unix socket") as caught:
+        async with serve(Engine()):
+            pass
+    assert "TMPDIR" in caught.value.next_step
+    with pytest.raises(Validation, match="longer than"):
+        async with serve(Engine(), path=long / "s.sock"):
+            pass
 
 
 # -- bodies over the wire --------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, final
 from transports.errors import PhaseTimeout
 from transports.forked import keep_from_children
 from transports.links import Link, native_address
+from transports.socket_place import socket_place
 from transports.waker import wait_ready
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class Listener:
         if address is not None or os.uname().sysname == "Linux":
             self.address = new_address() if address is None else address
         else:
-            self._directory = Path(tempfile.mkdtemp(prefix="aiosync-"))
+            place = socket_place("aiosync-01234567/link")
+            self._directory = Path(tempfile.mkdtemp(prefix="aiosync-", dir=place))
             self.address = str(self._directory / "link")
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

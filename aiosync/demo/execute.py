@@ -18,6 +18,7 @@ from aiosync.demo.replicas import DemoFailed
 from aiosync.demo.run import run
 from aiosync.demo.view import PlainView
 from aiosync.errors import AiosyncError
+from transports.socket_place import socket_place
 
 if TYPE_CHECKING:
     from aiosync.demo.outcome import Options, Outcome, Summary
@@ -31,7 +32,8 @@ def execute(options: Options, *, as_json: bool) -> int:
     with Interrupts() as interrupts:
         try:
             # Removes the folder at exit even if leaving the block fails.
-            with tempfile.TemporaryDirectory(prefix="aiosync-demo-") as folder:
+            place = socket_place("aiosync-demo-01234567/worker-99.sock")
+            with tempfile.TemporaryDirectory(prefix="aiosync-demo-", dir=place) as folder:
                 view = _view(options, as_json=as_json)
                 running = run(options, view, Path(folder))
                 outcome = asyncio.run(interrupts.cancels(running))
