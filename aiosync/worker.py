@@ -8,7 +8,6 @@ lives in a session (`aiosync.session`).
 
 from __future__ import annotations
 
-import functools
 import secrets
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias
@@ -16,13 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias
 from aiosync.concurrency import to_its_end
 from aiosync.config import Update, check_factory, check_worker_config
 from aiosync.config import WorkerInit as Init
-from aiosync.defaults import DEFAULTS
 from aiosync.driven_routes import driven_routes
 from aiosync.errors import Validation
 from aiosync.generation import GenerationGate
 from aiosync.infos import parse_info
 from aiosync.lane_slot import LaneSlot
-from aiosync.overrides import call_step, step, wrap_steps
+from aiosync.overrides import step, wrap_steps
 from aiosync.sinks import build_sink, check_model, first_weights, sink_name
 from aiosync.staging import check_shares
 from aiosync.watchable import Watchable
@@ -30,16 +28,16 @@ from aiosync.weight_targets import MODEL
 from aiosync.worker_controls import Controls
 from aiosync.worker_copies import Copies, SendsCopies, copy_routes
 from aiosync.worker_cycle import WorkerCycle
+from aiosync.worker_deferring import Defers
 from aiosync.worker_pausing import Pausing
 from aiosync.worker_state import describe
 from aiosync.worker_targets import Targets
 from statemachines.machine import StateMachine
 from statemachines.tables import ENGINE, State, Weights
-from transports.deferred import Deferred
 from transports.lane import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Coroutine, Mapping
 
     import torch
 
@@ -58,7 +56,6 @@ if TYPE_CHECKING:
     Awaited: TypeAlias = Coroutine[Any, Any, None]
 
 _DOUBT = (Weights.INTACT, Weights.TORN, Weights.UNKNOWN)
-DEFERRED_DEPTH = 2
 _STEPS = {
     "init_transfer_engine": "init",
     "start_weight_update": "start",
@@ -68,7 +65,9 @@ _STEPS = {
 }
 
 
-class WeightTransferEngine(Watchable, Controls, Targets, SendsCopies, ABC, Generic[Init, Update]):
+class WeightTransferEngine(
+    Watchable, Controls, Targets, SendsCopies, Defers, ABC, Generic[Init, Update]
+):
     """Takes weights into a model, on one worker rank.
 
     Cancelling a call leaves the work to the round's session; `abort_weight_update` and the lease
@@ -95,7 +94,6 @@ class WeightTransferEngine(Watchable, Controls, Targets, SendsCopies, ABC, Gener
 
     init_info_cls: ClassVar[type]
     update_info_cls: ClassVar[type]
-    defers_processing: ClassVar[bool] = False
     reusable_after_abort: ClassVar[bool] = False
     """Whether the channel can carry another round after one was given up."""
     landing_device: str | None = None
@@ -205,43 +203,6 @@ class WeightTransferEngine(Watchable, Controls, Targets, SendsCopies, ABC, Gener
     def progress_at(self) -> float:
         """Monotonic time of the last byte received, for the lease."""
         return float("-inf")
-
-    async def defer(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Queue ``fn(*args)`` behind what the open round deferred before; for `receive_weights`.
-
-        A plain function runs on the lane, a coroutine function on the loop. Waits while
-        `DEFERRED_DEPTH` items are queued, so a fast sender is slowed down. The first error ends
-        the round, and is raised by later calls and by `drain_pending`.
-
-        Raises:
-            InvalidTransition: No round is open, or the class does not set `defers_processing`.
-        """
-        session = self.cycle.session
-        if session is None or session.deferred is None:
-            raise self.wrong_order("defer")
-        await session.deferred.put(functools.partial(fn, *args))
-
-    async def drain_pending(self) -> None:
-        """Wait until everything that was deferred has been applied; idempotent.
-
-        Raises:
-            The first error of the deferred work.
-        """
-        session = self.cycle.session
-        if session is not None and session.deferred is not None:
-            await session.deferred.drain()
-
-    def new_queue(self) -> Deferred[Callable[[], Any]] | None:
-        """The queue of a round that begins, where the class defers its processing."""
-        if not self.defers_processing:
-            return None
-        return Deferred(self._process, depth=DEFERRED_DEPTH)
-
-    async def _process(self, work: Callable[[], Any]) -> None:
-        grace = DEFAULTS.cleanup_s / 2
-        lane = lambda: self.lane  # noqa: E731  made only where something blocks
-        left = self.cycle.left
-        await call_step(self, work, lane=lane, abort=self.abort_receive, grace=grace, left=left)
 
     async def leave_round(self, error: BaseException) -> None:
         """What giving a round up has to await before the weights are judged; time is limited."""
