@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 import anyio
 
-from aiosync.concurrency import Supervisor, first_line, uncancelled
+from aiosync.concurrency import Supervisor, Task, first_line, uncancelled
 from aiosync.defaults import DEFAULTS
 from aiosync.member_table import MemberState, MemberTrigger
 from statemachines.tables import State
@@ -112,20 +112,30 @@ class CatchUps:
         self._roster = roster
         self._way = way
         self._supervisor = Supervisor()
+        self._task: Task[None] | None = None
+        self._stopping = False
         self._news = anyio.Event()
         self._attempt: _Attempt | None = None
         self._remove: Callable[[], None] | None = None
 
     async def start(self) -> None:
         self._remove = self._roster.hub.on_transition(self._heard)
-        self._supervisor.start(self._run(), name="fleet-catch-up")
+        self._stopping = False
+        self._task = self._supervisor.start(self._run(), name="fleet-catch-up")
 
     async def stop(self) -> None:
         """End what is under way: its member is told, within the clean-up second."""
         if self._remove is not None:
             self._remove()
             self._remove = None
-        await self._supervisor.aclose(seconds=2 * DEFAULTS.cleanup_s)
+        self._stopping = True
+        if self._task is not None:
+            # By its scope: where a round ends, anyio may lose count of a native cancellation.
+            if self._attempt is not None:
+                self._attempt.scope.cancel()
+            self.kick()
+            await self._task.wait(2 * DEFAULTS.cleanup_s)
+        await self._supervisor.aclose(seconds=DEFAULTS.cleanup_s)
 
     @property
     def member(self) -> MemberStanding | None:
@@ -146,15 +156,17 @@ class CatchUps:
 
     async def run_once(self) -> None:
         """Bring up whoever waits now."""
-        while (found := self._next()) is not None:
+        while not self._stopping and (found := self._next()) is not None:
             await self._bring_up(*found)
 
     # -- inside ----------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        while True:
+        while not self._stopping:
             self._news = anyio.Event()
             await self.run_once()
+            if self._stopping:
+                return
             with anyio.move_on_after(DEFAULTS.beat_s):
                 await self._news.wait()
 
