@@ -12,12 +12,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, final
 
 import anyio
-import msgspec
 
 from aiosync.attendance import Attendance
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Fenced, Validation
-from aiosync.parts import KEY, PartsInfo
+from aiosync.parts import PartsInfo, facts
 from statemachines.tables import State, Weights
 
 if TYPE_CHECKING:
@@ -198,7 +197,9 @@ class Spares:
             readers.setdefault(rank.link.member, {})[str(rank.index)] = rank.link.readers
         needed = self._policy.needed(len({rank.link.member for rank in self._group.ranks}))
         info = PartsInfo(readers=readers, needed=needed)
-        return {"incarnation": own_incarnation, "parts": {KEY: msgspec.to_builtins(info)}}
+        there = {link.member for link in self.roll.present}
+        behind = {rank.link.member for rank in self._group.ranks} - there
+        return {"incarnation": own_incarnation, "parts": facts(info, behind)}
 
 
 def _incarnation(rank: Rank) -> str | None:

@@ -7,16 +7,17 @@ says who takes part (``detail["parts"]``) and how many must stay.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from aiosync.members import MemberLink
 
 KEY: Final = "parts"
+_BEHIND: Final = "left_behind"
 
 
 class PartsInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,21 @@ class PartsInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     readers: dict[str, dict[str, int]]
     needed: int
+
+
+def facts(info: PartsInfo, behind: Iterable[str]) -> dict[str, Any]:
+    """What a gateway adds to its ``detail``: who takes part, and who was left behind last."""
+    return {KEY: msgspec.to_builtins(info), _BEHIND: sorted(behind)}
+
+
+def left_behind(links: Iterable[MemberLink]) -> list[str]:
+    """Members behind these servers that the last round went on without, as they say."""
+    found = []
+    for link in links:
+        said = None if link.peer is None else link.peer.detail.get(_BEHIND)
+        names = said if isinstance(said, list) else []
+        found += [f"{link.name}/{name}" for name in names if isinstance(name, str)]
+    return found
 
 
 @final

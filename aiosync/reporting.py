@@ -9,6 +9,7 @@ from aiosync.concurrency import collapse
 from aiosync.errors import AiosyncError
 from aiosync.giving_up import worst_weights
 from aiosync.memory_plan import staging_notes
+from aiosync.parts import left_behind
 from aiosync.report import MemberOutcome, Report
 from statemachines.tables import Weights
 
@@ -45,6 +46,7 @@ def make_report(round: Round, error: BaseException | None, *, took: float) -> Re
 def _left_out(round: Round, error: BaseException | None) -> list[str]:
     fleet, there = round.engine.fleet, {link.member for link in round.links}
     members = [] if fleet is None else [name for name in fleet.standings if name not in there]
+    members += left_behind(round.links)
     if round.feed is not None:
         return [*round.feed.left_out, *members]
     if error is not None:

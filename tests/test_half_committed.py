@@ -48,8 +48,8 @@ async def test_every_member_says_what_it_holds_and_the_next_round_makes_them_equ
         assert [each["weights"] for each in facts] == ["intact", "intact"]
         assert facts[0]["prints"] != facts[1]["prints"]
         for client in clients:  # nobody is held: not by the round, nor by a pause of the dead
-            assert (await client.ready()).ready
             await until_resumed(client)
+            assert (await client.ready()).ready
         after = FleetClient([Member(f"m{n}", client) for n, client in enumerate(clients)])
         await after.wait_ready(10)
         assert [member.name for member in after.routable()] == ["m0"]
