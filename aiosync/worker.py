@@ -21,7 +21,7 @@ from aiosync.generation import GenerationGate
 from aiosync.infos import parse_info
 from aiosync.lane_slot import LaneSlot
 from aiosync.overrides import step, wrap_steps
-from aiosync.sinks import build_sink, check_model, first_weights, sink_name
+from aiosync.sinks import check_model, first_weights, sink_name
 from aiosync.staging import check_shares
 from aiosync.watchable import Watchable
 from aiosync.weight_targets import MODEL
@@ -30,6 +30,7 @@ from aiosync.worker_copies import Copies, SendsCopies, copy_routes
 from aiosync.worker_cycle import WorkerCycle
 from aiosync.worker_deferring import Defers
 from aiosync.worker_pausing import Pausing
+from aiosync.worker_sinks import Sinks
 from aiosync.worker_state import describe
 from aiosync.worker_targets import Targets
 from statemachines.machine import StateMachine
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
     from aiosync.messages import PeerState, RoundHeader
     from aiosync.route_types import Route
-    from aiosync.sinks import Sink
     from aiosync.staging import StagingPlace
     from aiosync.version import Version
     from aiosync.weight_targets import Target
@@ -66,7 +66,7 @@ _STEPS = {
 
 
 class WeightTransferEngine(
-    Watchable, Controls, Targets, SendsCopies, Defers, ABC, Generic[Init, Update]
+    Watchable, Controls, Targets, Sinks, Defers, SendsCopies, ABC, Generic[Init, Update]
 ):
     """Takes weights into a model, on one worker rank.
 
@@ -96,8 +96,6 @@ class WeightTransferEngine(
     update_info_cls: ClassVar[type]
     reusable_after_abort: ClassVar[bool] = False
     """Whether the channel can carry another round after one was given up."""
-    landing_device: str | None = None
-    """Where the backend's bytes arrive; None: on the engine's own device."""
     one_update: ClassVar[bool] = False
     """Whether a round has one payload; the same one again is answered with its outcome."""
     uses_sink: ClassVar[bool] = False
@@ -152,7 +150,7 @@ class WeightTransferEngine(
         self.cycle = WorkerCycle(self)
         self._lane_factory = lane_factory
         self._lane_slot = LaneSlot(f"{self.name}-lane", lane_factory)
-        self._sinks: dict[int, Sink] = {}
+        self.begin_sinks()
         self.pausing = Pausing(self)
         self.copies = Copies(self)
         if self._weights[MODEL.key] is not Weights.INTACT:
@@ -291,42 +289,6 @@ class WeightTransferEngine(
     def verifies(self) -> bool:
         """Whether digests are checked (``verify="digest"``)."""
         return bool(getattr(self.config, "verify", "digest") == "digest")
-
-    @property
-    def sink(self) -> Sink:
-        """Where the open round's tensors go; asking for it makes the round use it."""
-        sink = self.know_sink()
-        if self.cycle.calls is not None:
-            sink.attach(self.cycle.calls)
-        self.cycle.sink = sink
-        return sink
-
-    def drop_sinks(self) -> None:
-        """Make new sinks for later rounds; between rounds only."""
-        for sink in self._sinks.values():
-            for task in sink.left.running:  # they may still reach what a new sink hands on to
-                self.cycle.left.add(task)
-            sink.release()
-        self._sinks.clear()
-
-    def known_sinks(self) -> list[Sink]:
-        """Those that were made so far."""
-        return list(self._sinks.values())
-
-    @property
-    def has_sink(self) -> bool:
-        """Whether the model's sink is made already."""
-        return id(self.model) in self._sinks
-
-    def know_sink(self) -> Sink:
-        """The model's sink, made if there is none yet; does not make the round use it."""
-        sink = self._sinks.get(id(self.model))
-        if sink is None:
-            is_own = self.model is self._default_model
-            device = self.landing_device or self.device
-            sink = build_sink(self.config, self.model, device, is_own=is_own)
-            self._sinks[id(self.model)] = sink
-        return sink
 
     @property
     def lane(self) -> LaneLike:
