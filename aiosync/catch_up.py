@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 import anyio
 
-from aiosync.concurrency import Supervisor, Task, first_line, uncancelled
+from aiosync.concurrency import Supervisor, first_line, uncancelled
 from aiosync.defaults import DEFAULTS
 from aiosync.member_table import MemberState, MemberTrigger
 from statemachines.tables import State
@@ -27,6 +27,7 @@ from statemachines.tables import State
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from aiosync.concurrency import Task
     from aiosync.member import MemberStanding
     from aiosync.messages import PeerState
     from aiosync.metadata import ParamMeta
