@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
-from limits import PATIENT
 from paced import Paced
 from processes import replica
 from rank_groups import parallel
@@ -18,6 +17,7 @@ from torch import nn
 
 import aiosync
 from aiosync import (
+    Budget,
     Coverage,
     HTTPVLLMWeightSyncClient,
     OutcomeUnknown,
@@ -27,6 +27,8 @@ from aiosync import (
 )
 from aiosync.testing import DirectClient
 
+# A cause that is known on the other side has the time to get here.
+BUDGET = Budget(total=40.0, stall=20.0, finish=20.0, cleanup=8.0)
 GLOO = {"backend": "gloo"}
 
 
@@ -56,7 +58,7 @@ async def test_replicas_of_different_sizes_share_one_group():
             assert sync._group.size == 5
             for version in (7, 8):
                 tp.set(version)
-                await sync.send_weights(version=version, budget=PATIENT)
+                await sync.send_weights(version=version, budget=BUDGET)
                 await tp.assert_ranks_hold(version, version)
                 for single in (first, last):
                     assert (await single.facts())["prints"] == models.fingerprint(tp.model)
@@ -67,7 +69,7 @@ async def test_replicas_of_different_sizes_share_one_group():
 async def test_a_list_has_an_entry_for_each_rank():
     async with group_of() as tp:
         async with aiosync.connect(tp.model, workers=[Listing(tp.url)]) as sync:
-            await sync.send_weights(version=7, budget=PATIENT)
+            await sync.send_weights(version=7, budget=BUDGET)
             await tp.assert_ranks_hold(7, 7)
 
 
@@ -88,13 +90,13 @@ async def test_a_rank_killed_in_a_phase(phase, tmp_path_factory):
         source = Paced(tp.model, kill_at)
         small = {"buffer_size_bytes": 4096}
         async with aiosync.connect(source, workers=[tp.url], **small) as sync:
-            await sync.send_weights(version=1, budget=PATIENT)
+            await sync.send_weights(version=1, budget=BUDGET)
             tp.set(8)
             armed = True
             if phase == "finish":
                 tp.clients[1].before["finish_weight_update"] = tp.ranks[1].kill
             with pytest.raises(aiosync.AiosyncError) as caught:
-                await sync.send_weights(version=2, budget=PATIENT)
+                await sync.send_weights(version=2, budget=BUDGET)
             tp.assert_not_ready("unknown")
             if phase == "finish":
                 assert isinstance(caught.value, OutcomeUnknown)
@@ -105,7 +107,7 @@ async def test_a_rank_killed_in_a_phase(phase, tmp_path_factory):
             async with replica(kind="slice-1-2", seed=5, path=paths[1], **GLOO) as fresh:
                 tp.ranks[1] = fresh
                 tp.set(9)
-                await sync.send_weights(version=3, budget=PATIENT)
+                await sync.send_weights(version=3, budget=BUDGET)
                 await tp.assert_ranks_hold(9, 3)
 
 
@@ -142,11 +144,11 @@ async def test_a_rank_whose_model_differs_costs_the_round_only():
         server = await stack.enter_async_context(aiosync.serve(group))
         async with aiosync.connect(trained(1.0), workers=[server.url]) as sync:
             with pytest.raises(Coverage, match="bias") as caught:
-                await sync.send_weights(version=1, budget=PATIENT)
+                await sync.send_weights(version=1, budget=BUDGET)
             assert (caught.value.rank, group.weights) == (1, "intact")
             assert [held(part) for part in parts] == [{0.0}] * 2
             parts[1].bias = nn.Parameter(torch.zeros(64))
-            report = await sync.send_weights(version=2, budget=PATIENT)
+            report = await sync.send_weights(version=2, budget=BUDGET)
             assert report.recovered  # a collective that was left half way is made anew
             assert [held(part) for part in parts] == [{1.0}] * 2
 
@@ -202,6 +204,6 @@ async def test_ranks_of_one_engine_are_counted_as_vllm_counts():
         await stack.enter_async_context(group)
         workers = [DirectClient(group)]
         async with aiosync.connect(trained(1.0), workers=workers) as sync:
-            await sync.send_weights(version=1, budget=PATIENT)
+            await sync.send_weights(version=1, budget=BUDGET)
         assert [engine._group is None for engine in engines] == [True, True]
     assert [held(part) for part in parts] == [{1.0}] * 2

@@ -14,11 +14,12 @@ import sliced
 import torch
 from paced import Hold, Paced
 from processes import replica
-from rank_groups import BUDGET, PHASES, parallel
+from rank_groups import PHASES, parallel
 from torch import nn
 
 import aiosync
 from aiosync import (
+    Budget,
     Coverage,
     OutcomeUnknown,
     PeerLost,
@@ -30,6 +31,8 @@ from aiosync import (
 )
 from aiosync.testing import DirectClient
 
+# A cause that is known on the other side has the time to get here.
+BUDGET = Budget(total=40.0, stall=20.0, finish=20.0, cleanup=8.0)
 SHARED = {"staging": "shared_host"}
 CHUNKS = {"packed": True, "packed_buffer_size_bytes": 4096}  # so that a round has many
 
@@ -127,7 +130,7 @@ async def test_a_rank_killed_in_a_phase(rank, phase, tmp_path_factory):
                 tp.clients[rank].before[PHASES[phase]] = tp.ranks[rank].kill
             with pytest.raises(aiosync.AiosyncError) as caught:
                 await sync.send_weights(version=2, budget=BUDGET)
-            assert caught.value.rank == rank, caught.value
+            assert caught.value.rank in (rank, None), caught.value  # None: the trainer saw it first
             tp.assert_not_ready("unknown")
             if phase == "finish":  # the data is still there for the one that lives
                 assert isinstance(caught.value, OutcomeUnknown)
@@ -165,7 +168,7 @@ async def test_a_rank_that_dies_in_its_own_swap_tears_nobody_else():
 @pytest.mark.asyncio
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_stopped_while_bytes_arrive_is_lost_and_comes_back(rank):
-    async with group_of(heartbeat_s=0.4, misses=3) as tp:
+    async with group_of(heartbeat_s=0.4, misses=6) as tp:
         armed = False
 
         def stop_at(index: int) -> None:
