@@ -245,6 +245,23 @@ def test_stream_round_trip(digest, readers, limit):
         assert all(receiver.progress.nbytes == 3 * sum(sizes) for receiver in receivers)
 
 
+def test_the_digest_is_of_the_tensors_and_not_of_what_lies_between_them():
+    sizes = [100, 7, 5000]
+    plan, tensors, digests = planned(sizes), random_tensors(sizes), set()
+    for rubbish in (0x55, 0xAA):
+        with halves() as (sender, (receiver,), threads):
+            into = [torch.zeros_like(tensor) for tensor in tensors]
+            waiting = threads.submit(receive, receiver, plan, into, [])
+            sender.open(plan, 1, round=1, stall=10)
+            for buffer in sender._plan_frames._buffers:
+                buffer.fill_(rubbish)
+            sender.write(list(enumerate(tensors)))
+            digests.add(sender.finish().digest)
+            waiting.result(10)
+            assert all(map(torch.equal, into, tensors))
+    assert len(digests) == 1
+
+
 class Tampering:
     """A group that spoils what the `at`th broadcast brought."""
 

@@ -117,6 +117,7 @@ class GlooSender(Half):
         """How many tensors from the one that is due on are packed, at most `limit`."""
         if self._next == section.first:
             self._cursor = 0
+            self._plan_frames.blank(self._at)
         packed, first, count = section.packed, self._next, 0
         limit = min(limit, len(packed) - self._cursor)
         while count < limit and packed[self._cursor + count].tensor == first + count:

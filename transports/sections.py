@@ -103,6 +103,15 @@ class Frames:
         """The packed bytes of a section's frame, padding included."""
         return self.frame(index)[: self.sections[index].packed_nbytes]
 
+    def blank(self, index: int) -> None:
+        """Before a section is packed: what lies between its tensors is sent, and hashed, as zeros.
+
+        Else the digest of the same tensors would depend on what this memory held before.
+        """
+        section = self.sections[index]
+        if sum(part.nbytes for part in section.packed) < section.packed_nbytes:
+            self.packed(index).zero_()
+
     def address(self, index: int) -> int:
         """Where a section's frame begins; it has packed bytes."""
         return self._buffers[self.buffer_of(index)].data_ptr()
