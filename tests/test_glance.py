@@ -30,7 +30,7 @@ class Tree(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(3, 2, bias=at % 2 == 0) for at in range(4))
         self.norm = nn.BatchNorm1d(2)
         self.tied = self.layers[0]
-        self.twin = self.layers[0].bias
+        self.twin = self.again = self.layers[0].bias
         self.none = None
         self.register_parameter("gap", None)
 
@@ -109,7 +109,7 @@ def tie(model):
 
 
 def look_alike(model):
-    model.layers[0].bias = nn.Parameter(model.twin.data.view(1, 2))
+    model.again = nn.Parameter(model.twin.data.view(1, 2))
 
 
 def rename_module(model):
