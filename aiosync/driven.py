@@ -169,15 +169,15 @@ class DrivenRounds:
             self._running = self._known[header.ticket]
             self._running.move(RUNNING)
 
-    async def permission(self) -> None:
-        """Wait for the driver's word; at once where the round has no driver.
+    async def permission(self) -> bool:
+        """Wait for the driver's word; at once, and False, where the round has no driver.
 
         Raises:
             PhaseTimeout: It did not come in time.
         """
         driven = self._running
         if driven is None:
-            return
+            return False
         driven.move(RECEIVED)
         limit = min(DEFAULTS.decide_s, max(driven.deadline - time.monotonic(), 0.0))
         with anyio.move_on_after(limit):
@@ -186,6 +186,7 @@ class DrivenRounds:
             raise PhaseTimeout(
                 f"the driver said nothing for {limit:.1f} s; the round is given up", phase="finish"
             )
+        return True
 
     def ended(self, error: BaseException | None) -> None:
         """The open round is over."""

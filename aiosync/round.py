@@ -227,7 +227,8 @@ class Round:
             self.attendance.check()
             await self._validate()
             engine.tickets.check_plan(self)
-            await engine.machine.pass_gates(Trigger.START, version=self.label)
+            if await engine.machine.pass_gates(Trigger.START, version=self.label):
+                self.source_side.look_again()
             await together.agree(self)
             if self.agreed is None:
                 engine.tickets.check_unused(self.settings.ticket)

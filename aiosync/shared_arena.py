@@ -29,7 +29,7 @@ class SharedArena:
 
     def __init__(self) -> None:
         self.addresses: list[int] = []
-        self._memory = StagingMemory()
+        self._memory = StagingMemory(self._forget)
         self._map: Map | None = None
         self._metadata: list[ParamMeta] = []
         self._bytes: torch.Tensor | None = None
@@ -75,4 +75,8 @@ class SharedArena:
     def release(self) -> None:
         """Give the memory back, once nobody else holds a view."""
         self._memory.release()
+        self._forget()
+
+    def _forget(self) -> None:
+        """The segment is given back: a view would keep it mapped beside the next one."""
         self._metadata, self._bytes, self._views, self.addresses = [], None, [], []

@@ -195,9 +195,14 @@ class Sink(ABC):
                 tensors of the model were replaced since `begin`: what arrived is not for them.
         """
         self._check_complete()
-        self._check_model()
+        self.check_model()
 
-    def _check_model(self) -> None:
+    def check_model(self) -> None:
+        """The model is still the one that `begin` has seen; part of `verify`.
+
+        Raises:
+            Coverage: Tensors of it were replaced, renamed or moved.
+        """
         if self._loader is None and not self._matcher.holds(self.model):
             raise Coverage(
                 "tensors of the model were replaced, renamed or moved during the round",

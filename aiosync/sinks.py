@@ -96,6 +96,7 @@ class StagedSink(Sink):
         self._keep(metadata, kept)
 
     def _keep(self, metadata: list[ParamMeta], kept: Sequence[int]) -> None:
+        self._staged, self._views = {}, []  # the arena may need their memory for other ones
         self._views = self._arena.views([metadata[index] for index in kept])
         self._staged = dict(zip(kept, self._views, strict=True))
         self._has_all = len(kept) == len(metadata)

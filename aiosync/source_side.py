@@ -86,10 +86,14 @@ class SourceSide:
             self._plan = (feed, await self.lane.run(make, feed, grace=grace))
         return self._plan[1]
 
-    async def retire(self, *, seconds: float) -> None:
-        """The round is over: nothing of it is held, an iterator no pass has begun is closed."""
+    def look_again(self) -> None:
+        """Others' code ran since `open_feed`, and may have replaced tensors that it found."""
         if isinstance(self.source, ModuleSource):
             self.source.forget_tensors()
+
+    async def retire(self, *, seconds: float) -> None:
+        """The round is over: nothing of it is held, an iterator no pass has begun is closed."""
+        self.look_again()
         if not isinstance(self.source, IteratorSource):
             return
         left = self.source.unclaim()

@@ -197,11 +197,8 @@ class ModuleSource(WeightSource):
         known = self.__dict__.get("_layout")
         if known is None or self.session is not None:
             return
-        if self._glance is not None:
-            self._glanced = self._glance.look(self.module)
-            if self._glanced is not None:
-                return
-            self._glance = None
+        if self._look():
+            return
         live = live_tensors(self.module)
         if known.outline.holds(live):
             self._seen = live
@@ -209,8 +206,16 @@ class ModuleSource(WeightSource):
             self._forget()
 
     def forget_tensors(self) -> None:
-        """Let go of what `notice_changes` has seen: the round is over."""
+        """Let go of what `notice_changes` has seen: the round is over, or others ran meanwhile."""
         self._seen = self._glanced = None
+
+    def _look(self) -> bool:
+        """Whether all is as and where it was; then `_glanced` has it."""
+        if self._glance is not None:
+            self._glanced = self._glance.look(self.module)
+            if self._glanced is None:
+                self._glance = None
+        return self._glanced is not None
 
     def iter_full(self) -> Pairs:
         return self._each(full_piece)
@@ -249,7 +254,7 @@ class ModuleSource(WeightSource):
         """
         if not self._is_plain or self.dtype is not None:
             return None
-        if self._glanced is not None:
+        if self._glanced is not None or (self._seen is None and self._look()):
             return self._glanced
         # What this round's `notice_changes` has just walked is not walked again.
         live, self._seen = self._seen, None

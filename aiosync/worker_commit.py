@@ -51,14 +51,16 @@ class Ending:
         cycle, engine = self.cycle, self.cycle.engine
         version = self._version(weight_version)
         await self.prepare()
-        await engine.machine.pass_gates(
+        asked = await engine.machine.pass_gates(
             Trigger.COMPLETE, round=session.number, version=label_of(version)
         )
-        await cycle.driven.permission()
+        waited = await cycle.driven.permission() or asked
         name = self._weights_id(version)
         sink = cycle.sink
         if sink is not None:
             await cycle.step(bare)
+            if waited:  # others' code ran since the round was verified
+                await engine.lane.run(sink.check_model)
         async with engine.generation.swap(timeout=DEFAULTS.pause_s):
             if cycle.aim == MODEL:
                 # Before the weights are new: a cache that cannot be emptied costs the round only.

@@ -78,15 +78,18 @@ class Gates:
 
         return remove
 
-    async def ask(self, context: GateContext) -> None:
-        """Return when every gate of ``context.trigger`` has let it pass.
+    async def ask(self, context: GateContext) -> bool:
+        """Return when every gate of ``context.trigger`` has let it pass; whether there was one.
 
         Raises:
             GateRejected: A gate vetoed, raised or took longer than its timeout.
         """
+        asked = False
         for gate in tuple(self._gates):
             if gate.trigger == context.trigger and not gate.removed:
+                asked = True
                 await _ask_one(gate, context)
+        return asked
 
 
 def _is_seconds(value: Any) -> bool:

@@ -156,22 +156,26 @@ class StateMachine:
 
     async def pass_gates(
         self, trigger: str, *, round: int | None = None, version: int | str | None = None
-    ) -> None:
+    ) -> bool:
         """Ask the gates of `trigger`, in order; the state does not change here.
+
+        Returns:
+            Whether there was any to ask.
 
         Raises:
             GateRejected: One vetoed, raised, or did not answer in time.
         """
-        if len(self._gates):
-            context = GateContext(
-                engine=self.name,
-                role=self.role,
-                trigger=str(trigger),
-                state=str(self.state),
-                round=round,
-                version=version,
-            )
-            await self._gates.ask(context)
+        if not len(self._gates):
+            return False
+        context = GateContext(
+            engine=self.name,
+            role=self.role,
+            trigger=str(trigger),
+            state=str(self.state),
+            round=round,
+            version=version,
+        )
+        return await self._gates.ask(context)
 
     async def advance(self, trigger: str, **facts: Unpack[Facts]) -> Transition:
         """Pass the gates, then `fire`; cancelled while it waits, nothing has changed.

@@ -93,7 +93,7 @@ async def test_without_gates_advance_is_fire(machine):
 @pytest.mark.anyio
 async def test_fire_and_other_triggers_ask_no_gate(machine):
     machine.gate("start", lambda _: False)
-    await machine.pass_gates("fail")
+    assert await machine.pass_gates("fail") is False
     assert (await machine.advance("release")).dest == "idle"
     machine.fire("initialize")
     assert machine.fire("start").dest == "updating"

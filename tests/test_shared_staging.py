@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from aiosync import (
     WorkerGroup,
 )
 from aiosync.testing import DirectClient
+from transports.segments import Segment
 
 # A cause that is known on the other side has the time to get here.
 BUDGET = Budget(total=40.0, stall=20.0, finish=20.0, cleanup=8.0)
@@ -328,6 +330,30 @@ async def test_nothing_is_left_of_many_rounds(free_shm):
             await sync.send_weights(version=version, budget=BUDGET)
         assert len([*Path("/proc/self/fd").iterdir()]) <= before + 1
         assert len(memfds("self")) <= 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fresh", [0, 1])
+async def test_the_copy_before_is_given_back_before_the_next_is_made(fresh, free_shm, monkeypatch):
+    """Where a rank is another process, say: both may not fit."""
+    parts = [trained(0.0), trained(0.0)]
+    create, left = Segment.create.__func__, []
+
+    def noted(cls, nbytes, **options):
+        left.append(memfds("self"))
+        return create(cls, nbytes, **options)
+
+    async with shared(*parts) as (engines, _, url):
+        async with aiosync.connect(trained(1.0), workers=[url]) as sync:
+            await sync.send_weights(version=1, budget=BUDGET)
+            segment = engines[0].sink._shared._memory.segment
+            before = {str(os.fstat(segment.fileno()).st_ino)}
+            assert before < memfds("self")
+            engines[fresh].drop_sinks()
+            monkeypatch.setattr(Segment, "create", classmethod(noted))
+            await sync.send_weights(version=2, budget=BUDGET)
+            assert [before & those for those in left] == [set()]
+            assert [held(model) for model in parts] == [{1.0}] * 2
 
 
 # --- what cannot be ---

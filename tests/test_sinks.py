@@ -659,6 +659,19 @@ def test_spare_memory_is_kept_until_the_metadata_changes():
     update(sink, fresh(net))
 
 
+def test_spare_memory_is_given_back_before_other_memory_is_asked_for(monkeypatch):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sink = make_sink(net)
+    sent = fresh(net)
+    sink.begin(announce(sent))
+    gone = weakref.ref(sink.destination(0))
+    sink.abort()
+    seen = []
+    monkeypatch.setattr(spare, "free_memory", lambda _: seen.append(gone() is None))
+    update(sink, {n: t for n, t in sent.items() if n.startswith("0.")}, partial=True)
+    assert seen == [True]
+
+
 @pytest.mark.fault("A-LIFETIME-8")
 def test_too_little_memory_is_refused_with_numbers_and_advice(monkeypatch):
     net = nn.Linear(16, 16)

@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 class StagingMemory:
     """One segment, or none.
 
+    Args:
+        forget: Called when a segment is given back: whoever looks into it lets go of it.
+
     Attributes:
         segment: Mapped by every rank that was given it.
         readers: To how many others the rank that made it has given it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forget: Callable[[], None] = lambda: None) -> None:
+        self._forget = forget
         self.segment: Segment | None = None
         self.readers = 0
         self._private: torch.Tensor | None = None
@@ -71,6 +75,7 @@ class StagingMemory:
         self._private, self.readers = None, 0
         if segment is not None:
             segment.close()
+            self._forget()
 
 
 def size_for(nbytes: int) -> int:
