@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
+_CLAIM = "\0aiosync-api-"  # what an abstract address begins with
 _PROBE_S = 0.2
 _ATTEMPTS = 3  # at a claim whose holder goes away at that moment
 
@@ -86,7 +87,11 @@ class Claims:
     def _claim_all(self) -> None:
         with self._lock:
             try:
-                for address, names in _listeners():
+                found = list(_listeners())
+                there = {name for _, names in found for name in names}
+                for name in self._held.keys() - there:  # what was listened on is closed
+                    os.close(self._held.pop(name))
+                for address, names in found:
                     for name in names:
                         if name not in self._held:
                             self._claim(name, address)
@@ -146,6 +151,8 @@ def _listener(descriptor: int) -> tuple[str, list[str]] | None:
         if sock.family not in _FAMILIES or not _is_listener(sock):
             return None
         name = sock.getsockname()
+        if isinstance(name, bytes) and name.startswith(_CLAIM.encode()):
+            return None  # a claim is not claimed in turn
         return _shown(name), [str(status.st_ino), *_shared(sock, name)]
 
 
@@ -178,7 +185,7 @@ def _shown(name: object) -> str:
 
 
 def _address(name: str) -> str:
-    return f"\0aiosync-api-{name}"
+    return f"{_CLAIM}{name}"
 
 
 def _bound(name: str) -> int | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 from aiosync.budget import check_seconds
 from aiosync.catch_up import CatchUps
+from aiosync.concurrency import to_its_end
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
 from aiosync.fleet_health import Health
@@ -208,9 +209,14 @@ class FleetClient(KnowsFormerNames):
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self.roster.catch_ups is not None:
-            await self.roster.catch_ups.stop()
-        await self._health.stop()
+        await to_its_end(self._leave)  # or a cancelled block would leave the probes behind
+
+    async def _leave(self) -> None:
+        try:
+            if self.roster.catch_ups is not None:
+                await self.roster.catch_ups.stop()
+        finally:
+            await self._health.stop()
 
     # -- as one client ---------------------------------------------------------------------------
 

@@ -187,7 +187,10 @@ class FleetGateway:
         if group.state is not State.INITIALIZED and not is_open:
             raise group.wrong_order("start")
         record = await self.desk.hold(header)
-        if record.state == ACCEPTED and group.cycle.session is None:
+        # The same call may have come again, while gates still hold the first one up.
+        begins = group.cycle.session is None and self._running is not record
+        begins = begins and record.state == ACCEPTED
+        if begins:
             self._look_back()
             self._open_then.clear()  # from here on the members may hold something newer
             self._running = record
@@ -195,7 +198,8 @@ class FleetGateway:
         try:
             await getattr(group, method)(header=header)
         except BaseException as error:
-            if self._running is record and group.state not in (State.UPDATING, State.FINALIZING):
+            is_open = group.state in (State.UPDATING, State.FINALIZING)
+            if begins and self._running is record and not is_open:
                 self._over(record, "failed", f"{type(error).__name__}: {first_line(error)}")
             raise
 

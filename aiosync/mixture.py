@@ -71,7 +71,13 @@ def follow(fleet: Roster) -> None:
         logger.warning("fleet: %s", text)
     fleet.mixed = text
     found = {version for version in held.values() if version is not None}
-    if len({version.lineage for version in found}) != 1:
+    lineages = {version.lineage for version in found}
+    if len(lineages) > 1:
+        fleet.followed = fleet.versions.version = None
+        for each in there:
+            if each.state is MemberState.CURRENT:
+                each.fire(MemberTrigger.MISS, error=text)
+    if len(lineages) != 1:
         return
     newest = _newest(found)
     if newest != fleet.versions.version:

@@ -21,6 +21,7 @@ from aiosync.concurrency import Supervisor
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, Busy, PhaseTimeout, Validation
 from aiosync.offers import KEPT, RoundRecord
+from transports.forked import keep_from_children
 from transports.lane import Lane
 
 if TYPE_CHECKING:
@@ -53,6 +54,11 @@ class RecordFile:
         self._error: OSError | None = None
         self._work = self._news = anyio.Event()
         self._closing = False
+        keep_from_children(self)  # whose copy would keep the next gateway out
+
+    def descriptors(self) -> list[int]:
+        """See `transports.forked.Owner`."""
+        return [self._file]
 
     async def open(self) -> list[RoundRecord]:
         """The records of the gateway that had the file before, oldest first.

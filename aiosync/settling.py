@@ -57,8 +57,11 @@ async def at_most_twice(round: Round, run: Callable[[], Awaitable[None]]) -> Non
     ranks.may_begin_again = functools.partial(_may_leave, round)
     try:
         await run()
-    except AiosyncError as error:
+    except BaseException as error:
         ranks.may_begin_again = None
+        if not isinstance(error, AiosyncError):  # cancelled, say, after that was promised
+            await _take_back(round, error)
+            raise
         alone = ranks.size == 1
         if not await (_lost_a_member(round, error) if alone else _all_begin_again(round, error)):
             raise
@@ -68,6 +71,14 @@ async def at_most_twice(round: Round, run: Callable[[], Awaitable[None]]) -> Non
         await run()
     finally:
         ranks.may_begin_again = None
+
+
+async def _take_back(round: Round, error: BaseException) -> None:
+    """No word comes as to whether the round begins again: the others need not wait for it."""
+    ranks = round.engine.ranks
+    if ranks.promised and not ranks.broken:
+        ranks.begin(round.settings.deadline)
+        await tell_ranks(round, error)
 
 
 async def _all_begin_again(round: Round, error: AiosyncError) -> bool:

@@ -228,3 +228,18 @@ async def test_a_finish_that_was_answered_in_turn_is_not_called_failed():
         with pytest.raises(aiosync.Refused):
             await sync.send_weights(version=2)
         assert sync.last_report.members[0].outcome in ("unknown", "committed")
+
+
+@linux
+@pytest.mark.asyncio
+async def test_claims_are_no_more_than_there_are_listeners():
+    claims = Claims()
+    await claims.check()
+    before = len(claims.descriptors())
+    for _ in range(3):
+        with socket.create_server(("127.0.0.1", 0)):
+            await claims.check(again=True)
+            assert len(claims.descriptors()) <= before + 1
+    await claims.check(again=True)
+    assert len(claims.descriptors()) <= before
+    claims.release()

@@ -392,3 +392,16 @@ async def test_a_source_with_another_order_is_refused_before_a_byte_moves():
 def test_what_cannot_be_done_to_catch_up_is_said(options, said):
     with pytest.raises(aiosync.Validation, match=said):
         aiosync.FleetClient(["unix:///nowhere"], **options)
+
+
+@pytest.mark.asyncio
+async def test_leaving_a_fleet_leaves_no_task_although_the_block_is_cancelled():
+    async with fleet(1, **KEEP) as it:
+        with anyio.CancelScope() as scope:
+            async with it.client:
+                scope.cancel()
+                await anyio.sleep_forever()
+        names = [task.get_name() for task in asyncio.all_tasks()]
+        assert not [name for name in names if name.startswith("fleet-")]
+        async with it.client:  # it can be entered again at once
+            pass

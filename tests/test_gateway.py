@@ -66,6 +66,33 @@ async def first(offers):
     raise AssertionError("no offer")
 
 
+async def test_a_start_that_is_repeated_while_a_gate_holds_it_begins_one_round():
+    async with by_hands() as h:
+        entered, go = asyncio.Event(), asyncio.Event()
+
+        async def gate(_context):
+            entered.set()
+            await go.wait()
+
+        h.gateway.group.gate("start", gate)
+        this, gateway = h.header(1, 1), h.gateway
+        start = asyncio.ensure_future(gateway.start_weight_update(header=this))
+        offer = await first(gateway.offers())
+        again = asyncio.ensure_future(gateway.start_weight_update(header=this))
+        await asyncio.sleep(0)
+        await offer.accept()
+        await entered.wait()
+        again.cancel()  # whatever becomes of this one, the round is the other one's
+        with pytest.raises(asyncio.CancelledError):
+            await again
+        assert gateway.rounds()[-1].state == "accepted"
+        go.set()
+        await start
+        await gateway.abort_weight_update("enough", header=this)
+        assert gateway.rounds()[-1].state == "failed"
+        assert not gateway._roster.driving
+
+
 async def test_start_waits_for_the_decision_and_the_record_tells_the_outcome():
     async with by_hands() as h:
         this = h.header(1, 1)

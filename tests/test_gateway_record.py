@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import warnings
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import by_hand
@@ -275,3 +276,25 @@ async def test_a_gateway_killed_between_two_commits_is_followed_by_one_that_know
             ("m0", "committed"),
             ("m1", "failed"),
         ]
+
+
+async def test_a_forked_child_does_not_keep_the_file(tmp_path, blocking_detector):
+    blocking_detector.deactivate()
+    path, (reading, writing) = tmp_path / "rounds", os.pipe()
+    async with opened(path):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads, and a fork
+            child = os.fork()
+        if child == 0:
+            try:
+                os.close(writing)
+                os.read(reading, 1)
+            finally:
+                os._exit(0)
+    try:
+        async with opened(path):
+            pass
+    finally:
+        os.close(writing)
+        os.close(reading)
+        await asyncio.to_thread(os.waitpid, child, 0)

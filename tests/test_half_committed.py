@@ -159,6 +159,9 @@ async def lost():
 async def test_of_two_runs_nobody_can_say_which_is_newer(caplog):
     async with fleet(2) as it:
         await it.send(version=5)
+        before = successor(it)
+        await before.wait_ready(10)
+        assert len(before.routable()) == 2
         other = aiosync.IPCTrainerWeightTransferEngine(
             client=FleetClient([Member("w0", it.client_of("w0"))]),
             source=it.model,
@@ -168,7 +171,8 @@ async def test_of_two_runs_nobody_can_say_which_is_newer(caplog):
         async with other:
             await other.initialize()
             await other.send_weights(version=1)
-        watching = successor(it)
-        await watching.wait_ready(10)
-        assert watching.routable() == ()
+        for watching in (successor(it), before):
+            for _ in range(2):
+                await watching.wait_ready(10)
+                assert (watching.version, watching.routable()) == (None, ())
         assert f"w0: 1 of other; w1: 5 of {it.trainer.lineage}" in caplog.text

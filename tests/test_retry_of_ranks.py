@@ -142,3 +142,28 @@ async def test_rank_0_that_is_cancelled_while_it_decides_tells_the_others():
             with pytest.raises(aiosync.PeerLost, match="cut off"):
                 await second
         it.faults.clear()
+
+
+async def test_rank_0_that_is_cancelled_between_its_promise_and_its_word_takes_it_back():
+    async with ranks_over(2, retry_without_lost=True) as (it, engines):
+        ending = asyncio.Event()
+
+        async def slow():
+            ending.set()
+            await asyncio.sleep(0.3)
+
+        it.client.members[1].client.capabilities = unanswered
+        it.faults["w1", "update_weights"] = lost
+        it.faults["w0", "abort_weight_update"] = slow
+        it.change()
+        first = asyncio.create_task(engines[0].send_weights(version=1, budget=BUDGET))
+        second = asyncio.create_task(engines[1].send_weights(version=1, budget=BUDGET))
+        await ending.wait()
+        assert engines[0].ranks.promised
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        async with asyncio.timeout(10):
+            with pytest.raises(aiosync.PeerLost, match="cut off"):
+                await second
+        it.faults.clear()
