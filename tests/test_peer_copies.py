@@ -117,7 +117,7 @@ async def test_the_peer_gives_the_copy_up_for_whatever_else_it_has_to_do():
         await it.workers["w0"].pause_generation(mode="wait", timeout=10)
         assert "generation" in await fell_back(it, "w9")
         await it.workers["w0"].resume_generation()
-        assert it.workers["w9"].state is State.IDLE
+        await it.workers["w9"].wait_for(State.IDLE, timeout=30)
         assert it.workers["w9"].version is None
         assert it.states() == {"w0": "current", "w9": "joining"}
         await it.send(version=2)
@@ -152,8 +152,10 @@ async def test_closing_the_fleet_or_the_peer_ends_the_copy():
         it.client.add(aiosync.Member("w9", client))
         await asyncio.wait_for(hangs.reached.wait(), 30)
         await it.client.__aexit__(None, None, None)
-        assert it.workers["w9"].state is State.IDLE
-        assert it.workers["w1"].generation.in_flight == 0
+        async with asyncio.timeout(30):  # leaving waits for it, but not for ever
+            await it.workers["w9"].wait_for(State.IDLE)
+            while it.workers["w1"].generation.in_flight:
+                await asyncio.sleep(0.01)
         await it.client.__aenter__()
 
 
