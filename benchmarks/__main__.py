@@ -18,6 +18,7 @@ BENCHMARKS = {
     "gloo": "whole rounds over gloo, beside raw broadcasts",
     "control": "a round with one tiny tensor, beside its bare HTTP requests",
     "fleet": "a round with one tiny tensor over 1 to 64 members",
+    "straggler": "a fleet's round with one member that stands still, beside one without it",
     "loop_lag": "how late the trainer's event loop is, beside its floor",
     "metadata": "37,000 parameters: the first handshake, and later control bytes",
     "events": "one transition with hooks and subscribers",

@@ -17,6 +17,7 @@ RESULTS = {
     "gloo": 4,
     "control": 2,
     "fleet": 4,
+    "straggler": 2,
     "loop_lag": 2,
     "metadata": 1,
     "events": 1,
