@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 def connect(
     model: Source,
     *,
-    workers: Sequence[str | VLLMWeightSyncClient | Member] | str,
+    workers: Sequence[str | VLLMWeightSyncClient | Member] | str | FleetClient,
     backend: str = "auto",
     token: str | None = None,
     token_file: str | None = None,
@@ -43,7 +43,8 @@ def connect(
 
     Args:
         model: A ``torch.nn.Module``, or a `WeightSource`.
-        workers: URLs (``http://host:port``, ``unix:///path``), clients, or `Member` objects.
+        workers: URLs (``http://host:port``, ``unix:///path``), clients, or `Member` objects; or a
+            `FleetClient` with a policy of its own.
         backend: ``"auto"`` takes what the workers were started with and says so in the log; or
             a backend's name.
         token, token_file: What the workers' servers ask for.
@@ -59,10 +60,10 @@ def connect(
     defaults: RoundOptions = {"pause": pause_of(pause), "around": arounds_of(around)}
 
     async def opened() -> TrainerWeightTransferEngine:
-        members = _members(workers, token, token_file)
-        info = _init_info(await _choose(backend, members), options)
+        fleet = _fleet(workers, token, token_file)
+        info = _init_info(await _choose(backend, fleet.members), options)
         engine: TrainerWeightTransferEngine = await WeightTransferTrainerFactory.trainer_init(
-            info, client=FleetClient(members), source=model, hub=hub
+            info, client=fleet, source=model, hub=hub
         )
         engine.round_defaults = defaults
         return engine
@@ -88,13 +89,19 @@ class _Connection:
             await engine.aclose()
 
 
-def _members(workers: Any, token: str | None, token_file: str | None) -> list[Member]:
+def _fleet(workers: Any, token: str | None, token_file: str | None) -> FleetClient:
+    if isinstance(workers, FleetClient):
+        if token is not None or token_file is not None:
+            raise Validation("connect: a fleet's members have their own tokens; give it to those")
+        return workers
     if not isinstance(workers, Iterable):
-        raise Validation(f"workers must be a list of URLs, clients or members, not {workers!r}")
+        raise Validation(
+            f"workers must be a fleet, or a list of URLs, clients or members, not {workers!r}"
+        )
     urls = [workers] if isinstance(workers, str) else list(workers)
     if not urls:
         raise Validation("connect needs at least one worker")
-    return [_member(worker, index, token, token_file) for index, worker in enumerate(urls)]
+    return FleetClient([_member(each, n, token, token_file) for n, each in enumerate(urls)])
 
 
 def _member(worker: Any, index: int, token: str | None, token_file: str | None) -> Member:

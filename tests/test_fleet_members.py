@@ -359,3 +359,20 @@ class Sizes:
 
 async def one(include_dp=True):
     return 1
+
+
+@pytest.mark.asyncio
+async def test_connect_takes_a_fleet_as_it_is():
+    async with fleet(2) as it:
+        members = [aiosync.Member(name, await it.worker(name)) for name in ("a", "b", "c")]
+        mine = aiosync.FleetClient(members, policy="quorum(2)")
+        with pytest.raises(aiosync.Validation, match="members have their own tokens"):
+            async with aiosync.connect(it.model, workers=mine, token="secret"):
+                pass
+
+        it.faults["c", "prepare_weight_update"] = lost
+        async with aiosync.connect(it.model, workers=mine, backend="ipc") as sync:
+            report = await sync.send_weights(version=1)
+        outcomes = {member.name: member.outcome for member in report.members}
+        assert outcomes == {"a": "committed", "b": "committed", "c": "failed"}
+        assert {member.name for member in mine.routable()} == {"a", "b"}
