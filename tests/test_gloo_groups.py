@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from types import SimpleNamespace
 
 import models
@@ -26,6 +26,8 @@ from aiosync import (
     WorkerGroup,
 )
 from aiosync.testing import DirectClient
+from transports.gloo_group import GlooGroup
+from transports.rendezvous import Meeting, StoreHost
 
 # A cause that is known on the other side has the time to get here.
 BUDGET = Budget(total=40.0, stall=20.0, finish=20.0, cleanup=8.0)
@@ -207,3 +209,24 @@ async def test_ranks_of_one_engine_are_counted_as_vllm_counts():
             await sync.send_weights(version=1, budget=BUDGET)
         assert [engine._group is None for engine in engines] == [True, True]
     assert [held(part) for part in parts] == [{1.0}] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_worker_whose_init_fails_after_the_join_leaves_the_group():
+    config = WeightTransferConfig("gloo")
+    engine = aiosync.GlooWeightTransferEngine(config, None, "cpu", nn.Linear(2, 2))
+    with closing(StoreHost("127.0.0.1", 0)) as host:
+        where = {"master_address": host.host, "master_port": host.port, "prefix": host.new_prefix()}
+        meeting = Meeting(host.host, host.port, where["prefix"], rank=0, size=2)
+        with closing(GlooGroup(meeting)) as group:
+            joining = asyncio.to_thread(group.join, timeout=20)
+            info = {"rank_offset": 1, "world_size": 2, "reader": "r", "join_s": 20.0}
+            info |= {"buffer_size_bytes": 4096, "digest": "unheard-of", **where}
+            joined = asyncio.create_task(joining)
+            with pytest.raises(Validation, match="unheard-of"):
+                await engine.init_transfer_engine(info)
+            await joined
+            async with asyncio.timeout(20):
+                while await asyncio.to_thread(group.lost) != [1]:
+                    await asyncio.sleep(0.01)
+    await engine.aclose()

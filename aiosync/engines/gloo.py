@@ -220,11 +220,12 @@ class GlooWeightTransferEngine(StreamedWorkerEngine[GlooWeightTransferInitInfo])
         try:
             # On a lane of its own: a join that is stuck in gloo must not keep the next one out.
             await _join(group, init_info.join_s, self._lane_factory, self.name)
+            self._group = group
+            self.open_channel(init_info)
         except BaseException:
+            self._group = None
             group.close()
             raise
-        self._group = group
-        self.open_channel(init_info)
 
     def sending_side(self, client: Any, order: CopyOrder) -> GlooTrainerWeightTransferEngine:
         engine = GlooTrainerWeightTransferEngine(

@@ -79,17 +79,17 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         seconds = init_info.join_s or DEFAULTS.admit_s - LATER_S
         try:
             await join(enter, abort, seconds, lane_factory=self._lane_factory, name=self.name)
+            self.receiver = NcclReceiver(
+                group,
+                digest=init_info.digest,
+                ring_nbytes=init_info.packed_buffer_size_bytes * init_info.packed_num_buffers,
+            )
         except BaseException:
             group.close()
             raise
         self._group = group
         self._known = self._begun = None
         self._limit, self._packed = init_info.packed_buffer_size_bytes, init_info.packed
-        self.receiver = NcclReceiver(
-            group,
-            digest=init_info.digest,
-            ring_nbytes=init_info.packed_buffer_size_bytes * init_info.packed_num_buffers,
-        )
 
     def open_receiver(self, init_info: NCCLWeightTransferInitInfo) -> Receiver:
         raise NotImplementedError("init_transfer_engine makes it, once the group is joined")
