@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from statemachines.errors import Validation
 from transports.copy_batches import (
     BLOCK_NBYTES,
     SameBatches,
@@ -102,6 +103,16 @@ def test_a_tensor_of_another_size_has_no_address():
     assert addresses_of([torch.zeros(4), torch.zeros(3)], [16, 16]) is None
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_tensor_whose_storage_was_freed_is_refused(known):
+    tensors, empty = [torch.zeros(4), torch.zeros(4)], torch.zeros(0)
+    found = addresses_of([*tensors, empty], [16, 16, 0])
+    assert found == [*addresses(tensors), 0]
+    tensors[1].untyped_storage().resize_(0)
+    with pytest.raises(Validation, match="freed"):
+        addresses_of([*tensors, empty], [16, 16, 0], found if known else None)
+
+
 def test_bytes_at_an_address_are_the_tensors_own():
     tensor = torch.arange(4, dtype=torch.int32)
     raw = bytes_at(tensor.data_ptr(), tensor.nbytes)
@@ -134,6 +145,24 @@ def test_helpers_have_ended_when_a_copy_is_given_up(monkeypatch):
     with pytest.raises(RuntimeError, match="told to stop"):
         copy_together(batches, note=give_up)
     assert not [thread for thread in threading.enumerate() if thread.name == "copy"]
+
+
+def test_a_helper_that_cannot_be_had_is_done_without(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    sources, targets = pieces(LEAST_NBYTES), pieces(LEAST_NBYTES)
+    start, begun = threading.Thread.start, []
+
+    def start_one(thread):
+        begun.append(thread)
+        if len(begun) > 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    copy_together(batches_of(addresses(targets), addresses(sources), (LEAST_NBYTES,)))
+    assert len(begun) == 2
+    assert not begun[0].is_alive()
+    assert torch.equal(sources[0], targets[0])
 
 
 def test_nothing_to_copy_is_fine():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from transports.copy_batches import move
@@ -49,9 +50,11 @@ def copy_together(
         )
         for _ in range(helpers)
     ]
-    noted = 0
-    for thread in threads:
-        thread.start()
+    noted, started = 0, []
+    with suppress(RuntimeError):  # there is no room for another one: fewer help
+        for thread in threads:
+            thread.start()
+            started.append(thread)
     try:
         for batch in left:
             move(batch)
@@ -61,7 +64,7 @@ def copy_together(
         stop.set()
         raise
     finally:
-        for thread in threads:
+        for thread in started:
             thread.join()
     note(total - noted)
 

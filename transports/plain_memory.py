@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from statemachines.errors import Validation
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -36,6 +38,9 @@ def addresses_of(
         tensors: All of them.
         nbytes: Their sizes.
         known: Where they were when somebody found all of that, except that they are on the CPU.
+
+    Raises:
+        Validation: The storage of one of them was freed.
     """
     if (
         known is not None
@@ -52,7 +57,11 @@ def addresses_of(
         and not any(map(torch.Tensor.is_conj, tensors))
         and list(map(_NBYTES, tensors)) == nbytes
     ):
-        return list(map(torch.Tensor.data_ptr, tensors))
+        found = list(map(torch.Tensor.data_ptr, tensors))
+        freed = 0 in found and any(size and not at for at, size in zip(found, nbytes, strict=True))
+        if freed:  # since it was looked at; to touch it would end the process
+            raise Validation("a tensor's storage was freed during the round: it has no data")
+        return found
     return None
 
 
