@@ -24,6 +24,8 @@ from transports import shm_messages as wire
 from transports.errors import DigestMismatch, PeerLost, PhaseTimeout, TransportAborted
 from transports.links import Link
 from transports.planning import ALIGNED, NCCL_PACKED, plan_chunks
+from transports.receiver_memory import ReceiverMemory
+from transports.segments import Segment
 from transports.shared_memory import ShmReceiver, ShmSender, share_tensors
 from transports.shm_readers import Readers
 from transports.waker import Waker
@@ -1093,3 +1095,22 @@ def test_progress_counts_bytes_and_places_are_kept(senders, receivers):
         assert sender.progress.nbytes == receiver.progress.nbytes == round * 3 * 4096
         places.append([chunk.addresses for chunk in receiver._memory.chunks])
     assert all(a is b for a, b in zip(*places, strict=True))
+
+
+def test_a_table_whose_segment_was_taken_away_is_not_used():
+    plan = plan_chunks((64,), [1], limit=1024, rule=ALIGNED)
+    memory, segment = ReceiverMemory(), Segment.create(64)
+
+    def enter(segments, handles, table, fds):
+        welcome = wire.Welcome(
+            round=1, plan=plan.digest, digest=None, segments=segments, resident="t", handles=handles
+        )
+        memory.map(welcome, fds)
+        memory.prepare(plan, welcome, iter(table))
+
+    there = wire.SegmentInfo(key=segment.key, nbytes=64, attached=True)
+    enter((there,), 1, [(0, 0, 0)], [os.dup(segment.fileno())])
+    with pytest.raises(Validation, match="closed"):
+        enter((), None, [], [])
+    memory.release()
+    segment.close()

@@ -86,6 +86,8 @@ class ReceiverMemory:
             raise Validation(f"the trainer's table of handles is {welcome.resident!r}, not ours")
         wanted = (plan.digest, self.resident_name)
         if self._prepared != wanted:
+            for segment in {home.key: home for home, _ in self._resident.values()}.values():
+                segment.view(0, 0)  # raises where it was closed: it is not in use any more
             self.chunks = place_chunks(plan, self._resident)
             self._prepared = wanted
 
