@@ -144,10 +144,14 @@ class SourceFeed:
             if self.plain is not None:
                 self.addresses = getattr(self.source, "plain_addresses", None)
 
+    def forget(self) -> None:
+        """Let go of what `look` found, where no pass has taken it."""
+        self.plain = self.addresses = None
+
     def iter_plain(self) -> Generator[Run]:
         """The pass that `look` found, a layer group at a time."""
         tensors, addresses, at = self.plain or [], self.addresses, 0
-        self.plain = self.addresses = None
+        self.forget()
         for size in self.group_cut():
             end = at + size
             yield Run(at, tensors[at:end], None if addresses is None else addresses[at:end])

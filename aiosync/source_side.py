@@ -94,6 +94,8 @@ class SourceSide:
     async def retire(self, *, seconds: float) -> None:
         """The round is over: nothing of it is held, an iterator no pass has begun is closed."""
         self.look_again()
+        if self._feed is not None:
+            self._feed[1].forget()
         if not isinstance(self.source, IteratorSource):
             return
         left = self.source.unclaim()

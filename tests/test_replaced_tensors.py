@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import asynccontextmanager
 
 import pytest
@@ -72,3 +74,20 @@ async def test_what_the_check_of_a_complete_gate_replaces_gets_no_version(sink, 
         await sync.send_weights(version=3)
         assert torch.equal(worker.model[0].weight, trained[0].weight)
         assert (worker.version.order, worker.weights) == (3, "intact")
+
+
+@pytest.mark.asyncio
+async def test_a_round_that_fails_before_its_pass_keeps_no_parameter():
+    async with pair() as (trained, sync, worker):
+        for _ in range(2):
+            await sync.send_weights()
+        worker.model.more = nn.Linear(2, 2)
+        with pytest.raises(Coverage, match="more"):
+            await sync.send_weights()
+        before = weakref.ref(trained[0].weight)
+        replace(trained, 7.0)
+        gc.collect()
+        assert before() is None
+        del worker.model.more
+        await sync.send_weights()
+        assert worker.model[0].weight.eq(7).all()
