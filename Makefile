@@ -52,7 +52,7 @@ bench: $(VENV)/.stamp-run
 	@$(PY) -m benchmarks run $(or $(ARGS),all)
 
 test: $(VENV)/.stamp-dev
-	@$(PY) -m pytest --cov --cov-report= $(ARGS)
+	@$(PY) -m pytest --cov --cov-report= $(ARGS) || { echo $$? > .pytest_cache/ended; exit 1; }
 ifeq ($(strip $(ARGS)),)
 	@$(MAKE) --no-print-directory coverage
 endif
