@@ -38,6 +38,7 @@ class Spares:
 
     Attributes:
         roll: The members of the round that is open, or was last.
+        committed: What the last round committed that counts.
     """
 
     def __init__(self, group: WorkerGroup, policy: Policy, patience: float) -> None:
@@ -49,6 +50,7 @@ class Spares:
         self._told: set[str] = set()
         self._announced: dict[str, Any] = {}
         self._knows: dict[int, Any] = {}
+        self.committed: Version | None = None
         self.roll = self._roll_of(group.ranks)
 
     def _roll_of(self, ranks: Iterable[Rank]) -> Attendance:
@@ -173,8 +175,14 @@ class Spares:
     # -- what they are together ------------------------------------------------------------------
 
     def held(self) -> Version | None:
-        """The newest version that enough members hold whole."""
-        return max(self._held_by_enough(), key=_order, default=None)
+        """Of the versions that enough members hold whole, the last committed, or the newest.
+
+        Who was left behind holds a later one where a round went back, or began another run.
+        """
+        found = self._held_by_enough()
+        if self.committed is not None and self.committed in found:
+            return self.committed
+        return max(found, key=_order, default=None)
 
     def weights(self) -> Weights | None:
         """Intact where enough members hold the same; None: what all of them say counts."""

@@ -30,7 +30,7 @@ class GroupControls:
     owner: str
     generation: GenerationGate
     pausing: Pausing
-    spares: Spares | None
+    spares: Spares | None = None
     _all: Callable[..., Awaitable[None]]
 
     @property
@@ -44,7 +44,9 @@ class GroupControls:
 
     @version.setter
     def version(self, value: Version | None) -> None:
-        pass  # only the ranks' own answers count
+        # Only the ranks' own answers count; where these differ, it tells which of them to believe.
+        if self.spares is not None:
+            self.spares.committed = value
 
     @property
     def writes_early(self) -> bool:

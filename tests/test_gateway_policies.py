@@ -205,3 +205,24 @@ async def test_a_member_killed_in_the_middle_of_the_bytes_is_left_behind(free_sh
         assert {m.name: m.outcome for m in record.members}["r0"] == "committed"
         assert {m.name: m.outcome for m in record.members}["r1"] != "committed"
         await accepting.kill()
+
+
+async def refuses():
+    raise aiosync.Validation("out of order")
+
+
+@pytest.mark.parametrize("way", ["rollback", "another run"])
+async def test_who_was_left_behind_at_a_higher_version_is_not_taken_for_the_newest(way):
+    async with gated(2, policy="best_effort") as it:
+        await it.send(version=5)
+        it.faults["w1", STEPS["prepare"]] = refuses
+        if way == "rollback":
+            report = await it.send(version=1, rollback=True)
+        else:
+            it.trainer.lineage = "another"
+            report = await it.send(version=1)
+        assert (report.outcome, report.left_out) == ("committed", ["gateway/w1"])
+        assert it.gateway.rounds()[-1].version.label == 1
+        assert outcomes(it) == {"w0": "committed", "w1": "failed"}
+        assert it.routable() == it.holders() == {"w0"}
+        assert it.gateway.group.version.label == 1
