@@ -21,7 +21,9 @@ from aiosync.errors import (
     PhaseTimeout,
     ProtocolMismatch,
 )
+from aiosync.version import weights_id
 from aiosync.watchable import BUSY
+from aiosync.weight_targets import MODEL
 
 if TYPE_CHECKING:
     from aiosync.members import MemberLink
@@ -94,7 +96,7 @@ async def _settle(round: Round, link: MemberLink, error: AiosyncError) -> None:
             link.outcome = "failed"
         except Exception:  # noqa: BLE001  it cannot be asked: its outcome stays unknown
             raise error from error.__cause__
-    if not confirms(round, link.peer):
+    if not has_committed(round, link):
         raise error
 
 
@@ -105,6 +107,19 @@ def confirms(round: Round, peer: PeerState | None) -> bool:
     mine, theirs = round.version, peer.held(round.target)
     # Not by label: finish may have given it another one.
     return theirs is not None and (mine.lineage, mine.order) == (theirs.lineage, theirs.order)
+
+
+def has_committed(round: Round, link: MemberLink) -> bool:
+    """`confirms` of one that was asked: a version that it held before must not pass for this one.
+
+    Where that very version is sent once more, its weights have another name by now, or were these.
+    """
+    if not confirms(round, link.peer):
+        return False
+    if round.target != MODEL or not link.holds_the_same:
+        return True
+    digest = None if round.summary is None else round.summary.digest
+    return digest is not None and link.weights_id == weights_id(round.version, digest)
 
 
 async def _ask(round: Round, link: MemberLink, lost: Exception, *, again: bool) -> None:
@@ -121,7 +136,7 @@ async def _ask(round: Round, link: MemberLink, lost: Exception, *, again: bool) 
             await anyio.sleep(_ASK_AGAIN_S)
             continue
         peer = link.peer
-        if confirms(round, peer):
+        if has_committed(round, link):
             return
         if peer is not None and peer.state not in BUSY:
             link.outcome = "failed"

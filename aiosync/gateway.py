@@ -16,7 +16,7 @@ from aiosync.budget import check_seconds
 from aiosync.concurrency import first_line, to_its_end
 from aiosync.defaults import DEFAULTS
 from aiosync.gateway_routes import gateway_routes
-from aiosync.gateway_settling import conclude, outcome_of, settle
+from aiosync.gateway_settling import conclude, outcomes_of, settle
 from aiosync.group_spares import Spares
 from aiosync.members import links_of
 from aiosync.mixture import of_links
@@ -291,7 +291,7 @@ class FleetGateway:
         self._running = None
         target = record.version if state != "committed" else self.group.version
         record.version = target or record.version
-        members = [outcome_of(rank, target) for rank in self.group.ranks]
+        members = outcomes_of(self.group.ranks, target)
         self.desk.end(record, state, reason, members)
         settle(self._roster, self.group.ranks, members, target)
         self._roster.ended()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from aiosync.member_table import MemberTrigger
 from aiosync.offers import COMMITTED, FAILED
 from aiosync.report import MemberOutcome
@@ -52,6 +54,24 @@ def settle(
             standing.fire(MemberTrigger.LOSE, error=why, **facts)
         elif done or any(each.outcome == "unknown" for _, each in own):
             standing.fire(MemberTrigger.MISS, error=why, **facts)
+
+
+def outcomes_of(ranks: Sequence[Rank], target: Version | None) -> list[MemberOutcome]:
+    """`outcome_of` each, of a round that this process saw.
+
+    Where a version is sent once more, who was left behind holds it too, with the bytes of before.
+    """
+    found = [outcome_of(rank, target) for rank in ranks]
+    pairs = list(zip(ranks, found, strict=True))
+    links = [rank.link for rank, each in pairs if each.outcome == "committed"]
+    new = {link.weights_id for link in links if not link.holds_the_same}
+
+    def judged(rank: Rank, each: MemberOutcome) -> MemberOutcome:
+        if each.outcome != "committed" or not new or rank.link.weights_id in new:
+            return each
+        return msgspec.structs.replace(each, outcome="failed", phase=rank.link.phase)
+
+    return [judged(*pair) for pair in pairs]
 
 
 def outcome_of(rank: Rank, target: Version | None) -> MemberOutcome:

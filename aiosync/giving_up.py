@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from aiosync.commit import confirms
+from aiosync.commit import has_committed
 from aiosync.concurrency import first_line, quietly, run_to_end
 from aiosync.errors import Fenced
 from aiosync.watchable import BUSY
@@ -80,7 +80,7 @@ def _settle(round: Round, link: MemberLink) -> None:
     if not round.sent_finish:
         link.outcome = "aborted"
     elif link.outcome == "unknown":  # finish had no answer, or none in time
-        link.outcome = "committed" if confirms(round, link.peer) else "failed"
+        link.outcome = "committed" if has_committed(round, link) else "failed"
 
 
 async def let_go(round: Round, link: MemberLink, reason: str) -> None:

@@ -55,6 +55,7 @@ class MemberLink:
         self.error: str | None = None
         self.seconds = 0.0
         self._size = 1
+        self._weights_before: str | None = None
 
     @property
     def ends_at_once(self) -> bool:
@@ -79,6 +80,21 @@ class MemberLink:
         self.forget_round()
         self.outcome = "pending"
         self.progress_at = time.monotonic()
+        self.note_weights()
+
+    def note_weights(self) -> None:
+        """What the member holds now is what it held before the round."""
+        self._weights_before = self.weights_id
+
+    @property
+    def weights_id(self) -> str | None:
+        """What it said last of its very weights; None: it does not say such things."""
+        return None if self.peer is None else self.peer.detail.get("weights_id")
+
+    @property
+    def holds_the_same(self) -> bool:
+        """Whether these are the weights from before the round, as far as one can say."""
+        return self.weights_id is not None and self.weights_id == self._weights_before
 
     @property
     def known_incarnation(self) -> str | None:

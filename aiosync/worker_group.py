@@ -157,6 +157,8 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
         self._deadline = time.monotonic() + (limit or DEFAULTS.total_s)
         if self.spares is not None:
             await self.spares.gather()
+        for rank in self.ranks:
+            rank.link.note_weights()
         await self._call_all("start_weight_update", phase="start")
 
     async def receive_weights(self, update_info: Any) -> None:

@@ -14,6 +14,7 @@ from aiosync.concurrency import collapse, rank_errors
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, OutcomeUnknown, PhaseTimeout, Torn
 from aiosync.watchable import BUSY
+from aiosync.weight_targets import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -101,7 +102,10 @@ async def _did_commit(group: WorkerGroup, rank: Rank) -> bool:
                 return False
             peer = rank.link.peer
             if peer is not None and peer.state not in BUSY:
-                return group.cycle.target is not None and peer.version == group.cycle.target
+                target = group.cycle.target
+                # The same version may have been there before, with other bytes.
+                is_new = group.cycle.aim != MODEL or not rank.link.holds_the_same
+                return target is not None and peer.version == target and is_new
             await anyio.sleep(_ASK_AGAIN_S)
     return False
 

@@ -226,3 +226,13 @@ async def test_who_was_left_behind_at_a_higher_version_is_not_taken_for_the_newe
         assert outcomes(it) == {"w0": "committed", "w1": "failed"}
         assert it.routable() == it.holders() == {"w0"}
         assert it.gateway.group.version.label == 1
+
+
+async def test_who_was_left_behind_by_a_repeated_version_does_not_pass_for_a_holder_of_it():
+    async with gated(2, policy="best_effort") as it:
+        await it.send(version=5)
+        it.faults["w1", STEPS["prepare"]] = refuses
+        report = await it.send(version=5, rollback=True)
+        assert (report.outcome, report.left_out) == ("committed", ["gateway/w1"])
+        assert outcomes(it) == {"w0": "committed", "w1": "failed"}
+        assert it.routable() == it.holders() == {"w0"}
