@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def settle(roster: Roster, members: DrivenMembers, ticket: RoundTicket) -> None:
     """Tell the fleet of `roster` who holds the ticket's version now, and who does not."""
     own = {
-        name: [link for link in members.links if link.member == name] for name in roster.standings
+        name: [link for link in members.links if roster.standing_of(link) is standing]
+        for name, standing in roster.standings.items()
     }
     done = {
         name

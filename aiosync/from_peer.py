@@ -86,7 +86,7 @@ class FromPeer:
     ) -> list[tuple[MemberStanding, MemberLink]]:
         found = []
         for link in goal.engine.links:
-            other = self._roster.standings.get(link.member)
+            other = self._roster.standing_of(link)
             # One that was brought up itself belongs to nobody until the next round.
             mine = other is not None and other.guest is None and other is not standing
             able = hasattr(link.client, "send_copy") and "copies" in link.capabilities.features

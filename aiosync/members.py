@@ -41,6 +41,8 @@ class MemberLink:
         self.name = name
         self.member = member or name
         """The member that this server belongs to."""
+        self.given: Any = client
+        """The client as the member has it; `client` may be a wrapper."""
         self.client: Any = adapt_client(client)
         self.capabilities: Capabilities = STOCK
         self.peer: PeerState | None = None

@@ -126,7 +126,7 @@ async def meet(engine: TrainerWeightTransferEngine[Any]) -> None:
         engine.links = roll.present
     finally:
         if fleet is not None:
-            fleet.leave_out(roll.lost, answered=answered)
+            fleet.leave_out(roll.links, roll.lost, answered=answered)
 
 
 async def initialise(

@@ -45,9 +45,14 @@ async def assemble(round: Round) -> None:
 async def _change_members(round: Round, fleet: Roster) -> None:
     await fleet.give_way()
     engine = round.engine
-    known = {link.member for link in engine.links}
     wanted = {standing.name: standing for standing in fleet.wanted()}
-    gone = [link for link in engine.links if link.member not in wanted]
+    # Another member may have come under the name of one that left.
+    gone = [
+        link
+        for link in engine.links
+        if link.member not in wanted or fleet.standing_of(link) is None
+    ]
+    known = {link.member for link in engine.links if link not in gone}
     again = [name for name in known & set(wanted) if _must_join(engine, wanted[name])]
     new = [link for name in wanted.keys() - known for link in wanted[name].member.links()]
     back = [link for link in engine.links if link.member in again]
@@ -108,7 +113,7 @@ async def _probed(fleet: Roster, links: list[MemberLink]) -> list[MemberLink]:
     async with anyio.create_task_group() as group:
         for link in links:
             group.start_soon(one, link)
-    fleet.leave_out(failed)
+    fleet.leave_out(links, failed)
     return [link for link in links if link.member not in failed]
 
 
@@ -135,7 +140,7 @@ async def _initialised(
     async with anyio.create_task_group() as group:
         for link in links:
             group.start_soon(one, link)
-    fleet.leave_out(failed, answered=failed)
+    fleet.leave_out(links, failed, answered=failed)
     return [link for link in links if link.member not in failed]
 
 

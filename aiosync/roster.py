@@ -110,6 +110,12 @@ class Roster:
         standing.fire(MemberTrigger.LEAVE)
         return standing.member
 
+    def standing_of(self, link: MemberLink) -> MemberStanding | None:
+        """Of the member that the link leads to; None: it has left, whoever has its name now."""
+        standing = self.standings.get(link.member)
+        servers = () if standing is None else standing.member.servers
+        return standing if any(server is link.given for server in servers) else None
+
     def attendance(self, links: Sequence[MemberLink]) -> Attendance:
         """The members of a new round."""
         return Attendance(links, self.policy, patience=self.patience)
@@ -131,15 +137,22 @@ class Roster:
         """Names of the members that do not answer."""
         return [name for name, each in self.standings.items() if each.state is MemberState.LOST]
 
-    def leave_out(self, failed: Mapping[str, Exception], *, answered: Collection[str] = ()) -> None:
-        """These could not be brought into the round: lost, until they answer again.
+    def leave_out(
+        self,
+        links: Sequence[MemberLink],
+        failed: Mapping[str, Exception],
+        *,
+        answered: Collection[str] = (),
+    ) -> None:
+        """Of the members of `links`, those that failed are lost, until they answer again.
 
         Args:
             answered: Those that answered, and failed nevertheless: they are not tried again before
                 they have been away or are another process, so that a round is not held up twice.
         """
+        members = {link.member: self.standing_of(link) for link in links}
         for name, error in failed.items():
-            standing = self.standings.get(name)
+            standing = members.get(name)
             if standing is not None:
                 text = f"{type(error).__name__}: {first_line(error)}"
                 standing.fire(MemberTrigger.LOSE, error=text)

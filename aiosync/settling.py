@@ -125,7 +125,7 @@ def _standing(round: Round, name: str | None) -> MemberStanding | None:
     if fleet is None or name is None:
         return None
     link = next((x for x in round.links if name == x.name or name.startswith(f"{x.name}/")), None)
-    return None if link is None else fleet.standings.get(link.member)
+    return None if link is None else fleet.standing_of(link)
 
 
 async def _lost_a_member(round: Round, error: AiosyncError) -> bool:
@@ -155,11 +155,12 @@ def _settle(round: Round, error: BaseException | None) -> None:
             fleet.goal = Goal.of(round)
         if fleet.keeper is not None:
             fleet.keeper.commit(round)
+        there = [fleet.standing_of(link) for link in links]
         for other in fleet.standings.values():
-            if other.name not in outcomes and other.state is MemberState.CURRENT:
+            if other not in there and other.state is MemberState.CURRENT:
                 other.fire(MemberTrigger.MISS, error="a round went on without it")
     for name, own in outcomes.items():
-        standing = fleet.standings.get(name)
+        standing = fleet.standing_of(own[0])
         if standing is None:
             continue
         for index, link in enumerate(own):

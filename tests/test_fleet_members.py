@@ -376,3 +376,49 @@ async def test_connect_takes_a_fleet_as_it_is():
         outcomes = {member.name: member.outcome for member in report.members}
         assert outcomes == {"a": "committed", "b": "committed", "c": "failed"}
         assert {member.name for member in mine.routable()} == {"a", "b"}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("backend", "policy"), [("ipc", "all"), ("ipc", "quorum(1)"), ("gloo", "all")]
+)
+async def test_another_member_under_the_name_of_one_that_left(backend, policy):
+    async with fleet(2, backend=backend, policy=policy) as it:
+        await it.send(version=1)
+        old, copy = it.workers["w1"], it.copies["w1"]
+        it.client.remove("w1")
+        it.client.add(aiosync.Member("w1", await it.worker("w1")))
+        assert it.workers["w1"] is not old
+        report = await it.send(version=2)
+        assert it.holders() == it.routable() == {"w0", "w1"}
+        assert it.workers["w1"].version.label == 2
+        assert old.version.label == 1
+        assert (old.state, it.copies["w1"] is copy) == ("idle", False)
+        assert any("joined: w1; left: w1" in note for note in report.notes)
+
+
+@pytest.mark.asyncio
+async def test_a_name_that_changes_hands_in_a_round_is_not_current_by_it():
+    async with fleet(2, policy="quorum(1)") as it:
+        await it.send(version=1)
+
+        async def change():
+            it.faults.clear()
+            await handed_over.wait()
+
+        handed_over = asyncio.Event()
+        old = it.workers["w1"]
+        it.faults["w1", "prepare_weight_update"] = change
+        round_ = asyncio.create_task(it.send(version=2))
+        while it.faults:
+            await asyncio.sleep(0.01)
+        it.client.remove("w1")
+        it.client.add(aiosync.Member("w1", await it.worker("w1")))
+        handed_over.set()
+        await round_
+        assert old.version.label == 2
+        assert it.states()["w1"] == "joining"
+        assert it.client.held["w1"] is None
+        assert it.routable() == {"w0"}
+        await it.send(version=3)
+        assert it.holders() == it.routable() == {"w0", "w1"}
