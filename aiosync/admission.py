@@ -60,7 +60,9 @@ class Admission:
         self.check_process()
         self.reap()
         if self._engine.state is State.CLOSED:
-            raise self._engine.wrong_order("start")
+            error = self._engine.wrong_order("start")
+            error.next_step = "this engine is closed (its block was left): connect again"
+            raise error
         if self.leaving is not None:
             text = f"{self.leaving} of this engine is under way"
             raise Busy(text, phase="admit", detail=self._engine.standing())

@@ -290,7 +290,8 @@ class Connections:
             raise ProtocolMismatch(
                 f"{what} does not speak HTTP: {error.message}", **where
             ) from error
-        text = str(error) or type(error).__name__
+        # aiohttp says so whatever the scheme, of Unix sockets too.
+        text = (str(error) or type(error).__name__).replace(" ssl:default", "")
         if isinstance(error, aiohttp.ClientConnectorError):
             raise PeerLost(f"{what} cannot be reached: {text}", **where) from error
         raise PeerLost(f"{what}: the connection broke: {text}", **where) from error

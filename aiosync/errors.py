@@ -73,6 +73,10 @@ class Fenced(AiosyncError):
     """A newer trainer or a newer epoch owns the worker; what this one sends is dropped."""
 
     code = "fenced"
+    default_next_step = (
+        "another trainer has the workers now: end this one, or take them back with"
+        " `await engine.initialize()`"
+    )
 
 
 class Coverage(AiosyncError, ValueError):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aiosync.messages import PeerState
     from aiosync.roster import Roster
 
+NOBODY_LISTENS = "nothing listens there: still loading, or a wrong URL"
 _GONE = (errno.ECONNREFUSED, errno.ENOENT)
 _TICK_S = 0.1
 _HOPELESS = (Unauthorized, ProtocolMismatch)
@@ -131,9 +132,7 @@ class Health:
                     return
                 except (PeerLost, PhaseTimeout) as error:
                     waiting[standing.name] = (
-                        "nothing listens there: still loading, or a wrong URL"
-                        if is_refused(error)
-                        else first_line(error)
+                        NOBODY_LISTENS if is_refused(error) else first_line(error)
                     )
                 await anyio.sleep(_TICK_S)
 

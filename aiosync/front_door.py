@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from aiosync.client import HTTPVLLMWeightSyncClient, capabilities_of
-from aiosync.errors import Validation
+from aiosync.errors import PeerLost, Validation
 from aiosync.factory import WeightTransferTrainerFactory
 from aiosync.fleet import FleetClient, Member
+from aiosync.fleet_health import NOBODY_LISTENS, is_refused
 from aiosync.pause import arounds_of, pause_of
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from statemachines.hub import TransitionHub
 
 logger = logging.getLogger(__name__)
+_AS_A_BLOCK = "connect opens nothing by itself: use `async with aiosync.connect(...) as sync:`"
 
 
 def connect(
@@ -54,7 +57,8 @@ def connect(
 
     Raises:
         Validation: No worker was given, or the backend is unknown.
-        PeerLost, Unauthorized, ProtocolMismatch: A worker could not be reached or used; named.
+        PeerLost, Unauthorized, ProtocolMismatch: A worker could not be reached or used; named. It
+            does not wait for workers that are not up yet: `FleetClient.wait_ready` does.
     """
 
     defaults: RoundOptions = {"pause": pause_of(pause), "around": arounds_of(around)}
@@ -80,13 +84,30 @@ class _Connection:
         self._engine: TrainerWeightTransferEngine | None = None
 
     async def __aenter__(self) -> TrainerWeightTransferEngine:
-        self._engine = await self._opened()
+        try:
+            self._engine = await self._opened()
+        except PeerLost as error:
+            if is_refused(error):
+                error.next_step = error.next_step or NOBODY_LISTENS
+            raise
         return self._engine
 
     async def __aexit__(self, *exc: object) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.aclose()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"no {name} here: {_AS_A_BLOCK}")
+
+    def __await__(self) -> NoReturn:
+        raise TypeError(_AS_A_BLOCK)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(_AS_A_BLOCK)
+
+    def __exit__(self, *exc: object) -> None:
+        """Never reached; Python looks for it before it calls `__enter__`."""
 
 
 def _fleet(workers: Any, token: str | None, token_file: str | None) -> FleetClient:
@@ -110,6 +131,8 @@ def _member(worker: Any, index: int, token: str | None, token_file: str | None) 
     if isinstance(worker, str):
         client = HTTPVLLMWeightSyncClient(worker, token=token, token_file=token_file)
         return Member(worker, client)
+    if isinstance(worker, FleetClient):
+        raise Validation("workers=[FleetClient]: give the fleet itself: workers=fleet")
     return Member(str(getattr(worker, "name", None) or f"worker-{index}"), worker)
 
 
@@ -123,6 +146,9 @@ async def _choose(backend: str, members: Sequence[Member]) -> str:
     return chosen
 
 
+_OF_FLEETS = set(inspect.signature(FleetClient).parameters) - {"members"}
+
+
 def _init_info(backend: str, options: dict[str, Any]) -> Any:
     cls = WeightTransferTrainerFactory.engine_class(backend).init_info_cls
     fields = {field.name for field in dataclasses.fields(cls)}
@@ -130,6 +156,11 @@ def _init_info(backend: str, options: dict[str, Any]) -> Any:
     if "packed" in fields:
         options.setdefault("packed", True)
     unknown = sorted(set(options) - fields)
+    if meant := [name for name in unknown if name in _OF_FLEETS]:
+        raise Validation(
+            f"connect: {meant[0]} belongs to FleetClient(..., {meant[0]}=), then"
+            " connect(workers=fleet)"
+        )
     if unknown:
         known = ", ".join(sorted(fields))
         raise Validation(

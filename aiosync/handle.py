@@ -58,7 +58,7 @@ class Fate:
         report = self._round.report
         if not self.awaited and report is not None and report.outcome != "committed":
             self.awaited = True  # once
-            logger.error("round %d failed and nobody awaited it: %s", self._round.number, report)
+            logger.error("a round failed and nobody awaited it: %s", report)
 
 
 @final

@@ -222,7 +222,10 @@ def read_error(raw: RawReply, *, replica: str, phase: str) -> AiosyncError:
         info = ErrorInfo(message=raw.describe(), status=raw.status)
     text = f"{raw.url} answered {raw.status} {_phrase(raw.status)}: {info.message}"
     if raw.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED) and not info.code:
-        text += " (wrong URL, or a vLLM server without VLLM_SERVER_DEV_MODE=1?)"
+        text += (
+            " (check host, port and path; a vLLM server has these routes only with"
+            " VLLM_SERVER_DEV_MODE=1)"
+        )
     if raw.truncated:
         text += f" ({_TRUNCATED})"
     info = msgspec.structs.replace(info, message=text, status=raw.status)

@@ -99,7 +99,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         label = "without a version" if self.version is None else f"version {self.version.wire}"
         spent = " ".join(f"{phase} {value:.3f}s" for phase, value in self.seconds.items())
         head = (
-            f"round {self.round} {label} {self.outcome}:"
+            f"{f'round {self.round}' if self.round else 'round'} {label} {self.outcome}:"
             f" {self.nbytes} bytes over {self.backend or 'no backend'}"
             f"{', ' + spent if spent else ''},"
             f"{f' paused {self.pause_seconds:.3f}s,' if self.pause_seconds else ''}"

@@ -77,12 +77,7 @@ class TrainerCycle:
         engine = self.engine
         if self.fenced is not None:
             # Taking the worker back by itself would start a tug-of-war between two trainers.
-            raise Fenced(
-                self.fenced.message,
-                phase="admit",
-                next_step="`await engine.initialize()` takes the workers back",
-                detail=self.fenced.detail,
-            )
+            raise Fenced(self.fenced.message, phase="admit", detail=self.fenced.detail)
         if engine.state not in (State.FAILED, State.IDLE) or not engine.recovers:
             raise engine.wrong_order("start")
         if engine.state is State.FAILED or engine.rounds:

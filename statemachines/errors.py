@@ -75,7 +75,7 @@ class AiosyncError(Exception):
         self.rank = rank
         self.phase = phase
         self.tensor = tensor
-        self.round = round
+        self.round = round or None  # 0: it had no number yet
         self.weights = weights
         self.retryable = self.default_retryable if retryable is None else retryable
         self.next_step = next_step if next_step is not None else self.default_next_step

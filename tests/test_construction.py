@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -44,3 +45,48 @@ def test_a_trainer_engine_that_cannot_work_is_not_made(field, value):
     engine = aiosync.WeightTransferTrainerFactory.engine_class("loopback")
     with pytest.raises(aiosync.Validation, match=rf"\b{field}\b"):
         engine(client=None, source=torch.nn.Linear(1, 1), is_sender=False, **options)
+
+
+# -- connect ---------------------------------------------------------------------------------------
+
+URL = "unix:///nowhere"
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"workers": [aiosync.FleetClient([URL])]}, "give the fleet itself: workers=fleet"),
+        ({"workers": URL, "policy": "quorum(1)"}, r"policy belongs to FleetClient\("),
+        ({"workers": URL, "catch_up": "peer"}, "catch_up belongs to FleetClient"),
+        ({"workers": URL, "polcy": "all"}, "backend 'ipc' has no polcy; it has"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_what_belongs_elsewhere_is_refused_with_the_place(options, advice):
+    with pytest.raises(aiosync.Validation, match=advice):
+        async with aiosync.connect(torch.nn.Linear(1, 1), backend="ipc", **options):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_connect_without_its_block_says_how_to_use_it():
+    made = aiosync.connect(torch.nn.Linear(1, 1), workers=[URL])
+    block = r"use `async with aiosync.connect\(\.\.\.\) as sync:`"
+    with pytest.raises(AttributeError, match=f"no send_weights here: .*{block}"):
+        await made.send_weights(version=1)
+    with pytest.raises(TypeError, match=block):
+        await made
+    with pytest.raises(TypeError, match=block), made:
+        pass
+
+
+@pytest.mark.asyncio
+async def test_where_nothing_listens_connect_says_what_that_may_mean(tmp_path):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))  # and does not listen
+        for url in (f"http://127.0.0.1:{sock.getsockname()[1]}", f"unix://{tmp_path}/none.sock"):
+            with pytest.raises(aiosync.PeerLost, match="cannot be reached") as caught:
+                async with aiosync.connect(torch.nn.Linear(1, 1), workers=[url]):
+                    pass
+            assert caught.value.next_step == "nothing listens there: still loading, or a wrong URL"
+            assert "ssl" not in str(caught.value)

@@ -90,6 +90,7 @@ def test_defaults():
     assert error.next_step is None
     assert error.detail == {}
     assert (error.replica, error.rank, error.round, error.report) == (None,) * 4
+    assert "round" not in str(Validation("x", round=0, rank=0))  # a round without a number yet
 
 
 def test_details_are_not_shared():

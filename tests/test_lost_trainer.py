@@ -113,8 +113,9 @@ async def test_trainer_taken_over_between_rounds_is_fenced():
             await old.send_weights(version=1)
             async with aiosync.connect(second, workers=[worker.url]) as new:
                 await new.send_weights(version=1)
-                with pytest.raises(aiosync.Fenced):
+                with pytest.raises(aiosync.Fenced) as caught:
                     await old.send_weights(version=2)
+                assert "another trainer has the workers now" in caught.value.next_step
                 assert (await worker.facts())["prints"] == models.fingerprint(second)
                 await new.send_weights(version=2)
 

@@ -630,8 +630,9 @@ async def test_legal_sequences_and_idempotence():
             with pytest.raises(InvalidTransition) as caught:
                 await call()
             assert caught.value.detail == {"state": "closed", "allowed": []}
-        with pytest.raises(InvalidTransition):
+        with pytest.raises(InvalidTransition) as caught:
             trainer.begin_update()
+        assert caught.value.next_step.endswith("(its block was left): connect again")
 
 
 async def test_first_round_initialises_by_itself_and_is_no_recovery():

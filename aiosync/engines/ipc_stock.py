@@ -40,10 +40,12 @@ def are_stock(links: Sequence[MemberLink]) -> bool:
     for link in stock:
         if getattr(link.client, "allow_pickled_handles", True) is False:
             raise Validation(
-                f"{link.name} is no aiosync worker; a stock vLLM takes CUDA IPC handles pickled",
+                f"{link.name} is no aiosync worker: check host, port and path; if it is a stock"
+                " vLLM, it takes CUDA IPC handles pickled",
                 replica=link.name,
                 phase="init",
-                next_step="give its client allow_pickled_handles=True, or use backend 'nccl'",
+                next_step="if the URL is right: give its client allow_pickled_handles=True, or use"
+                " backend 'nccl'",
             )
     return bool(stock)
 
