@@ -86,6 +86,7 @@ class Attendance:
                 f"{len(self._names)} members can take part, {self._needed} are needed"
                 f" (there: {', '.join(sorted(self._names)) or 'nobody'})",
                 phase="admit",
+                next_step="`FleetClient.add` more members, or a policy that asks for fewer",
             )
 
     # -- what the data plane asks (`transports.stream.Roll`) ------------------------------------

@@ -89,9 +89,6 @@ class FleetClient(KnowsFormerNames):
             for index, member in enumerate(members)
         )
         self._begin()
-        count, needed = len(self._spec), self.policy.needed(len(self._spec))
-        if needed > count:
-            raise Validation(f"policy {self.policy} needs {needed} members, and there are {count}")
 
     def _begin(self) -> None:
         names = [member.name for member in self._spec]
