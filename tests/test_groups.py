@@ -90,6 +90,29 @@ def test_of_several_lost_or_silent_ranks_the_first_is_named_and_all_are_listed(m
         group.close()
 
 
+@pytest.mark.parametrize(
+    ("silent", "blamed"), [([3], [3]), ([2, 3], [3]), ([], [1, 3]), ([3, 1], [3, 1])]
+)
+def test_who_is_held_up_by_a_silent_rank_is_not_blamed_for_what_it_did_not_say(
+    monkeypatch, silent, blamed
+):
+    names = ("trainer", "one", "two", "three")
+    meeting = Meeting("127.0.0.1", 1, "p", rank=0, size=4, names=names)
+    group = GlooGroup(meeting)
+
+    def gather(stage, **_):
+        raise meeting.absent(stage, [1, 3])
+
+    monkeypatch.setattr(meeting, "gather", gather)
+    monkeypatch.setattr(meeting, "peek", lambda _, rank: b"" if rank == 2 else None)
+    monkeypatch.setattr(group._signs, "silent", lambda _: silent)
+    with pytest.raises(PhaseTimeout) as caught:
+        group.gather("done", ranks=[1, 2, 3], timeout=1.0)
+    assert caught.value.detail["replicas"] == [names[rank] for rank in blamed]
+    assert caught.value.rank == blamed[0]
+    group.close()
+
+
 @pytest.mark.asyncio
 @SIZES
 async def test_a_stopped_rank_costs_the_timeout_and_can_come_back(size):

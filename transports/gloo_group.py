@@ -156,7 +156,7 @@ class GlooGroup:
         deadline = time.monotonic() + timeout
         try:
             found = self._meeting.gather(
-                stage, deadline=deadline, ranks=ranks, is_broken=lambda: bool(self.lost())
+                stage, deadline=deadline, ranks=ranks, is_broken=self._looks_broken
             )
             if self._swept:
                 self._meeting.forget(stage, ranks)
@@ -166,7 +166,10 @@ class GlooGroup:
         except BaseException as error:
             if isinstance(error, PeerLost) and not self._aborted:
                 raise self._failure(None) from error
+            silent = self._silent_of(error, stage, ranks, timeout)
             self._end()
+            if silent:
+                raise self._meeting.absent(stage, silent) from error
             raise
         return found
 
@@ -301,6 +304,22 @@ class GlooGroup:
         names, facts = self._about([0] if self.rank else self._signs.silent(seconds))
         self._end()
         return PhaseTimeout(f"no byte moved for {seconds:g} s; waiting for {names}", **facts)
+
+    def _looks_broken(self) -> bool:
+        self._signs.look_now_and_then()
+        return bool(self.lost())
+
+    def _silent_of(
+        self, error: BaseException, stage: str, ranks: Sequence[int], seconds: float
+    ) -> list[int]:
+        """Of those that `error` waited for, who gives no sign: they hold up the others."""
+        if not isinstance(error, PhaseTimeout) or self.rank or self._aborted:
+            return []
+        try:
+            missing = [rank for rank in ranks if self._meeting.peek(stage, rank) is None]
+        except RuntimeError:
+            return []  # the store is gone
+        return [rank for rank in self._signs.silent(seconds) if rank in missing]
 
     def _about(self, ranks: Sequence[int]) -> tuple[str, dict[str, Any]]:
         """Names for an error's text, and its fields: they name the first of several."""

@@ -188,7 +188,7 @@ class Meeting:
                     pairs = zip(wanted, keys, strict=True)
                     missing = [rank for rank, key in pairs if not self.store.check([key])]
                     if missing:
-                        raise self._absent(stage, missing)
+                        raise self.absent(stage, missing)
                 self._pause(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
             return [bytes(value) for value in self.store.multi_get(keys)]
@@ -363,7 +363,7 @@ class Meeting:
         if self._opening:  # torch connects again by itself, and then waits for ever
             _start_timer(_AGAIN_SECONDS, self._interrupt)
 
-    def _absent(self, stage: str, missing: Sequence[int]) -> PhaseTimeout:
+    def absent(self, stage: str, missing: Sequence[int]) -> PhaseTimeout:
         names = ", ".join(f"{self.names[rank]} (rank {rank})" for rank in missing)
         return PhaseTimeout(
             f"{stage}: still waiting for {names}",
