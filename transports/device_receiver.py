@@ -9,7 +9,7 @@ from array import array
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from statemachines.errors import AiosyncError, InvalidTransition, Validation
+from statemachines.errors import InvalidTransition, Validation
 from transports import device_messages as device_wire
 from transports import shm_messages as wire
 from transports.device_copier import DeviceCopier
@@ -18,11 +18,10 @@ from transports.device_mappings import DeviceMappings, Watch
 from transports.digest import WSUM64
 from transports.errors import DigestMismatch, PeerLost, PhaseTimeout
 from transports.links import Link
+from transports.one_link import OneLink
 from transports.planning import ALIGNED
 from transports.shm_readers import check_stall
 from transports.stream import Progress, StreamSummary
-from transports.turn import Turn
-from transports.waker import Waker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +36,7 @@ T = TypeVar("T", bound=wire.Message)
 
 
 @final
-class DeviceReceiver:
+class DeviceReceiver(OneLink):
     """See `transports.stream.Receiver`; verified when all of what is read in place has landed.
 
     Mappings and copy tables are kept between rounds; connections are not.
@@ -51,15 +50,13 @@ class DeviceReceiver:
     def __init__(
         self, memory: DeviceMemory, *, address: str, token: str, name: str, batch_nbytes: int
     ) -> None:
+        super().__init__()
         self.name = name
         self.progress = Progress()
         self._memory = memory
         self._address = address
         self._token = token
-        self._waker = Waker()
-        self._turn = Turn(self._waker)
         self._released = False
-        self._link: Link | None = None
         self._mappings = DeviceMappings(memory)
         self._watch: Watch | None = None
         self._copier = DeviceCopier(memory, self._waker, self.progress, small=batch_nbytes)
@@ -248,45 +245,18 @@ class DeviceReceiver:
             while True:  # why the sender left is often still in the socket; ends by raising
                 self._next(link, stall)
 
-    def _failed(self, error: BaseException, aborted: bool) -> None:
-        if self._link is not None and not aborted:
-            with suppress(AiosyncError):  # the link is broken, and that is the news itself
-                self._link.post(wire.failed(error))
-        self._end_round()
-
-    def _end_round(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
-
-    def abort(self) -> None:
-        """See `transports.stream.Receiver.abort`."""
-        self._waker.wake()
-        link = self._link
-        if link is not None:
-            link.shutdown()
-
-    def close(self) -> None:
-        """Drop the round's connection and a pending `abort`; the next `receive` works."""
-        self._turn.now_or_afterwards(self._drop, self.abort)
-
-    def _drop(self) -> None:
-        self._end_round()
-        self._waker.reset()
-
     def release(self) -> None:
         """End for good: no mapping, no descriptors, no thread."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
-        self._turn.now_or_afterwards(self._dispose, self.abort)
+        super().release()
 
     def _dispose(self) -> None:
         if self._released:
             return
         self._released = True
-        self._end_round()
-        self._waker.close()
+        super()._dispose()
         self._unmap()
 
     def statistics(self) -> dict[str, Any]:

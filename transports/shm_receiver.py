@@ -7,20 +7,19 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from statemachines.errors import AiosyncError, InvalidTransition, Validation
+from statemachines.errors import InvalidTransition, Validation
 from transports import shm_messages as wire
 from transports.chunk_copy import CopyQueue
 from transports.digest import available, chain
 from transports.errors import DigestMismatch, PeerLost, PhaseTimeout
 from transports.links import FDS_LIMIT, Link
+from transports.one_link import OneLink
 from transports.packing import bytes_of
 from transports.plain_memory import addresses_of
 from transports.planning import ALIGNED
 from transports.receiver_memory import ReceiverMemory
 from transports.shm_readers import check_stall
 from transports.stream import Progress, StreamSummary, known_of, targets_of
-from transports.turn import Turn
-from transports.waker import Waker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ T = TypeVar("T", bound=wire.Message)
 
 
 @final
-class ShmReceiver:
+class ShmReceiver(OneLink):
     """Copies a round's tensors out of memory that a `ShmSender` of the same host shares.
 
     Mapped segments are kept between rounds; connections are not.
@@ -47,14 +46,12 @@ class ShmReceiver:
 
     def __init__(self, *, address: str, token: str, name: str) -> None:
         """Nothing is connected before `receive`."""
+        super().__init__()
         self.name = name
         self.progress = Progress()
         self._address = address
         self._token = token
-        self._waker = Waker()
-        self._turn = Turn(self._waker)
         self._released = False
-        self._link: Link | None = None
         self._memory = ReceiverMemory()
         self._rounds = 0
         self._copied = 0
@@ -231,51 +228,11 @@ class ShmReceiver:
     def _failed(self, error: BaseException, aborted: bool) -> None:
         # Whoever keeps the error would keep, through its frames, views that keep memory mapped.
         traceback.clear_frames(error.__traceback__)
-        if self._link is not None and not aborted:
-            try:
-                self._link.post(wire.failed(error))
-            except AiosyncError:
-                pass  # the link is broken, and that is the news itself
-        self._end_round()
-
-    def _end_round(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
-
-    def abort(self) -> None:
-        """See `transports.stream.Receiver.abort`.
-
-        Holds until `receive` has raised, or until `close`: also for a call that is only about to
-        begin.
-        """
-        self._waker.wake()
-        link = self._link
-        if link is not None:
-            link.shutdown()
-
-    def close(self) -> None:
-        """Drop the round's connection and a pending `abort`; the next `receive` works.
-
-        From any thread; a call that is still running is aborted, and closes when it ends.
-        """
-        self._turn.now_or_afterwards(self._drop, self.abort)
-
-    def _drop(self) -> None:
-        self._end_round()
-        self._waker.reset()
-
-    def release(self) -> None:
-        """End for good: no mapping, no descriptors.
-
-        From any thread; a call that is still running is aborted, and releases when it ends.
-        """
-        self._turn.now_or_afterwards(self._dispose, self.abort)
+        super()._failed(error, aborted)
 
     def _dispose(self) -> None:
         self._released = True
-        self._end_round()
-        self._waker.close()
+        super()._dispose()
         self._memory.release()
 
     def statistics(self) -> dict[str, Any]:

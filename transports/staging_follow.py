@@ -11,12 +11,11 @@ from statemachines.errors import AiosyncError, InvalidTransition, Validation
 from transports import shm_messages as wire
 from transports.errors import PeerLost, PhaseTimeout
 from transports.links import Link
+from transports.one_link import OneLink
 from transports.segments import Segment
 from transports.shm_readers import check_stall
 from transports.staging_memory import name_of
 from transports.stream import Progress, StreamSummary, targets_of
-from transports.turn import Turn
-from transports.waker import Waker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ LEAD = name_of(0)
 
 
 @final
-class FollowReceiver:
+class FollowReceiver(OneLink):
     """Takes part in a round that another rank receives; see `transports.stream.Receiver`.
 
     Args:
@@ -42,13 +41,11 @@ class FollowReceiver:
     inner: Receiver | None = None
 
     def __init__(self, rank: int, *, address: str, token: str) -> None:
+        super().__init__()
         self.progress = Progress()
         self._name = name_of(rank)
         self._address = address
         self._token = token
-        self._waker = Waker()
-        self._turn = Turn(self._waker)
-        self._link: Link | None = None
 
     def __repr__(self) -> str:
         return f"<FollowReceiver {self._name}>"
@@ -156,42 +153,6 @@ class FollowReceiver:
             raise
         self.progress.step(0)
         return message, fds
-
-    def _failed(self, error: BaseException, aborted: bool) -> None:
-        if self._link is not None and not aborted:
-            try:
-                self._link.post(wire.failed(error))
-            except AiosyncError:
-                pass  # the link is broken, and that is the news itself
-        self._end_round()
-
-    def _end_round(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
-
-    def abort(self) -> None:
-        """See `transports.stream.Receiver.abort`."""
-        self._waker.wake()
-        link = self._link
-        if link is not None:
-            link.shutdown()
-
-    def close(self) -> None:
-        """Drop the round's connection; from any thread."""
-        self._turn.now_or_afterwards(self._drop, self.abort)
-
-    def _drop(self) -> None:
-        self._end_round()
-        self._waker.reset()
-
-    def release(self) -> None:
-        """End for good; from any thread."""
-        self._turn.now_or_afterwards(self._dispose, self.abort)
-
-    def _dispose(self) -> None:
-        self._end_round()
-        self._waker.close()
 
 
 def _take(memory: StagingMemory, welcome: wire.Welcome, fds: list[int], layout: str) -> None:
