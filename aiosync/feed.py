@@ -30,6 +30,7 @@ from transports.stream import Run
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator
 
+    from aiosync.glance import Looking
     from aiosync.metadata import ParamMeta
 
 _END: Final = object()
@@ -73,6 +74,8 @@ class SourceFeed:
         """What the next pass yields, while `look` knows it."""
         self.addresses: list[int] | None = None
         """Where those are, if `look` knows that: the same list while they stay there."""
+        self.looking: Looking | None = None
+        """Instead of `plain`: the pass finds them as it goes, or that the source has changed."""
 
     def announces(self, metadata: Iterable[ParamMeta]) -> bool:
         """Whether `metadata` is what this feed was made from; a list may change in place."""
@@ -138,23 +141,47 @@ class SourceFeed:
         """
         look: Callable[[], list[torch.Tensor] | None] | None
         look = getattr(self.source, "plain_tensors", None)
-        self.plain = self.addresses = None
-        if look is not None and self.announces(self.source.metadata):
+        self.forget()
+        self.looking = getattr(self.source, "looking", None)
+        if self.looking is not None:
+            self.addresses = self.source.plain_addresses
+        elif look is not None and self.announces(self.source.metadata):
             self.plain = look()
             if self.plain is not None:
                 self.addresses = getattr(self.source, "plain_addresses", None)
 
+    def look_to_the_end(self) -> None:
+        """Have `plain` instead of `looking`: somebody needs all tensors before the pass.
+
+        Raises:
+            Validation: The source is not as it was; see `settling.may_look_late`.
+        """
+        looking, self.looking = self.looking, None
+        if looking is not None:
+            if not looking.ends_well():
+                raise _moved()
+            self.plain = looking.tensors(0, len(self.metadata))
+
     def forget(self) -> None:
         """Let go of what `look` found, where no pass has taken it."""
-        self.plain = self.addresses = None
+        self.plain = self.addresses = self.looking = None
 
     def iter_plain(self) -> Generator[Run]:
-        """The pass that `look` found, a layer group at a time."""
-        tensors, addresses, at = self.plain or [], self.addresses, 0
+        """The pass that `look` found, a layer group at a time.
+
+        Raises:
+            Validation: The source is not as it was; see `settling.may_look_late`.
+        """
+        tensors, addresses, looking, at = self.plain or [], self.addresses, self.looking, 0
         self.forget()
         for size in self.group_cut():
             end = at + size
-            yield Run(at, tensors[at:end], None if addresses is None else addresses[at:end])
+            if looking is not None:
+                is_last = end == len(self.metadata)
+                if not (looking.ends_well() if is_last else looking.reaches(end)):
+                    raise _moved()
+            found = tensors[at:end] if looking is None else looking.tensors(at, end)
+            yield Run(at, found, None if addresses is None else addresses[at:end])
             at = end
 
     def iter_batches(self) -> Generator[list[tuple[int, torch.Tensor]]]:
@@ -231,6 +258,13 @@ class SourceFeed:
         if not isinstance(pairs, list | tuple):
             raise Validation(f"{self._what} yielded {kind_of(pairs)}, not a list of pairs")
         return checker.take_all(pairs)
+
+
+def _moved() -> Validation:
+    """The round begins again because of it (`settling.may_look_late`)."""
+    return Validation(
+        "the module is not as it was in the round before", phase="update", detail={"moved": True}
+    )
 
 
 def _by_groups(cls: type) -> bool:

@@ -2,16 +2,21 @@
 
 In a round over a GPU's memory the copy takes some milliseconds, and walking tens of thousands of
 tensors takes longer. A glance goes down the tree by the names it knows, some hundred modules at a
-time: what is read of them is then in the processor's cache, and the interpreter's other threads
-have their turn in between. It compares the submodules and the names in them, the tensors'
-addresses, and, by torch's own guards, their dtypes, shapes, strides and devices. It holds no module
-and no tensor. Where a module is not walked plainly, or torch has no such guards, there is none.
+time: what is read of them is then in the processor's cache. It compares the submodules and the
+names in them, the tensors' addresses, and, by torch's own guards, their dtypes, shapes, strides and
+devices. It holds no module and no tensor. Where a module is not walked plainly, or torch has no
+such guards, there is none.
+
+A look can be taken in steps (`Looking`): the first tensors are on their way while the last ones are
+not looked at yet.
 """
 
 from __future__ import annotations
 
-from itertools import chain, repeat
-from operator import getitem, is_, itemgetter
+import time
+from bisect import bisect_left
+from itertools import accumulate, chain
+from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
@@ -20,13 +25,17 @@ from torch import nn
 from aiosync.module_walk import walks_plainly
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _RUN = 256  # modules
 _DEEPEST = 900  # levels; a tree without an end has more
 _HELD: Callable[[Any], tuple[dict[str, Any], ...]]
 _HELD = itemgetter("_parameters", "_buffers", "_modules")
 _OF_MODULES = 2  # of these three
+# A thread that only computes keeps the interpreter for 5 ms while others wait for it, and takes it
+# back before they have woken up where it merely lets go. So it sleeps for as long as waking takes.
+_TURN_AFTER_S = 2e-3
+_TURN_S = 5e-5
 
 
 @final
@@ -42,9 +51,15 @@ class Glance:
         self._classes: set[type] = set()
         found = self._descend(module)
         at = {name: position for position, name in enumerate(found)}
-        self._chosen = _picker([at[name] for name in names])
-        addresses = chain.from_iterable(run.addresses for level in self._levels for run in level)
-        self.addresses = list(self._chosen(list(addresses)))
+        self._order = [at[name] for name in names]
+        self._is_ordered = self._order == list(range(len(names)))
+        runs = list(chain.from_iterable(self._levels))
+        addresses = list(chain.from_iterable(run.addresses for run in runs))
+        self.addresses = [addresses[position] for position in self._order]
+        furthest, looked_at = list(accumulate(self._order, max)), 0
+        for run in runs:
+            looked_at += len(run.addresses)
+            run.known = bisect_left(furthest, looked_at)
 
     @classmethod
     def of(
@@ -70,22 +85,33 @@ class Glance:
 
     def look(self, module: nn.Module) -> list[torch.Tensor] | None:
         """The tensors of those names, if all of the module's are as and where they were."""
-        tensors: list[torch.Tensor] = []
+        looking = Looking(self, module)
+        return looking.tensors(0, len(self.addresses)) if looking.ends_well() else None
+
+    def walk(self, module: nn.Module, tensors: list[torch.Tensor]) -> Iterator[int]:
+        """Look at a few, put them into the list, yield how many of those of `names` are there.
+
+        Ends early where something is not as it was.
+        """
         level: list[Any] = [module]
-        try:
-            for runs in self._levels:
-                below: list[Any] = []
-                start = 0
-                for run in runs:
-                    modules = level[start : start + run.count]
-                    start += run.count
-                    is_known = self._classes.issuperset(map(type, modules))
-                    if not is_known or not run.look(modules, tensors, below):
-                        return None
-                level = below
-        except (KeyError, TypeError, RuntimeError):
-            return None  # a name is gone, or it stands for something else
-        return list(self._chosen(tensors))
+        for runs in self._levels:
+            below: list[Any] = []
+            start = 0
+            for run in runs:
+                modules = level[start : start + run.count]
+                start += run.count
+                is_known = self._classes.issuperset(map(type, modules))
+                if not is_known or not run.look(modules, tensors, below):
+                    return
+                yield run.known
+            level = below
+        yield -1  # that was all
+
+    def pick(self, seen: list[torch.Tensor], first: int, end: int) -> list[torch.Tensor]:
+        """Of what was seen, in the order it was looked at, those of `names`."""
+        if self._is_ordered:
+            return seen[first:end]
+        return list(map(seen.__getitem__, self._order[first:end]))
 
     def _descend(self, module: nn.Module) -> list[str]:
         """Take note of the whole tree; the names of its tensors, in the order they are looked at.
@@ -103,8 +129,8 @@ class Glance:
                 self._note_classes(modules)
                 run = _Run(modules)
                 names += [prefixes[of] + key for of, key in run.tensors]
-                children = run.children(modules)
-                below += [(f"{prefixes[of]}{key}.", each) for of, key, each in children]
+                children = zip(run.children, run.pick_children(modules), strict=True)
+                below += [(f"{prefixes[of]}{key}.", each) for (of, key), each in children]
                 runs.append(run)
             self._levels.append(runs)
             level = below
@@ -119,53 +145,111 @@ class Glance:
 
 
 @final
+class Looking:
+    """One look at a module, which goes as far as it is asked to; on one thread.
+
+    Attributes:
+        failed: Something is not as it was; what was seen before that is.
+        is_whole: All was seen, and is as it was.
+    """
+
+    def __init__(self, glance: Glance, module: nn.Module) -> None:
+        self.failed = self.is_whole = False
+        self._glance = glance
+        self._seen: list[torch.Tensor] = []
+        self._steps = glance.walk(module, self._seen)
+        self._known = 0
+        self._since = time.monotonic()
+
+    def reaches(self, count: int) -> bool:
+        """Whether the first `count` tensors are as and where they were."""
+        while self._known < count and not self.failed and not self.is_whole:
+            self._step()
+        return self._known >= count
+
+    def ends_well(self) -> bool:
+        """Whether all of the module's tensors are."""
+        while not self.failed and not self.is_whole:
+            self._step()
+        return self.is_whole
+
+    def tensors(self, first: int, end: int) -> list[torch.Tensor]:
+        """Some that were reached."""
+        return self._glance.pick(self._seen, first, end)
+
+    def _step(self) -> None:
+        try:
+            known = next(self._steps, None)
+        except (KeyError, TypeError, AttributeError, RuntimeError):
+            known = None  # a name is gone, or it stands for something else
+        if known is None:
+            self.failed = True
+        elif known < 0:
+            self.is_whole = True
+        else:
+            self._known = known
+            if time.monotonic() - self._since > _TURN_AFTER_S:
+                time.sleep(_TURN_S)
+                self._since = time.monotonic()
+
+
+@final
 class _Run:
     """Neighbours on one level of the tree.
 
     Attributes:
         count: Of modules.
         tensors: Which of them has it, and under which key.
-        addresses: Theirs.
+        children: Which of them has it, and under which key.
+        addresses: The tensors'.
+        known: How many of a glance's names are seen with this run; set by it.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.count = len(modules)
+        self.known = 0
         held = _held(modules)
+        self._shapes = [_shape(dicts) for dicts in held]
         entries = [
-            (at, key, value) for at, content in enumerate(held) for key, value in content.items()
+            (kind, at, key, value)
+            for kind, dicts in enumerate(held)
+            for at, content in enumerate(dicts)
+            for key, value in content.items()
         ]
-        there = [entry for entry in entries if entry[2] is not None]
-        tensors = [entry for entry in there if entry[0] % 3 != _OF_MODULES]
-        self._children = [entry[:2] for entry in there if entry[0] % 3 == _OF_MODULES]
-        vacant = [entry[:2] for entry in entries if entry[2] is None]
-        self.tensors = [(at // 3, key) for at, key, _ in tensors]
-        wanted = [*(entry[:2] for entry in tensors), *self._children, *vacant]
-        self._keys = [key for _, key in wanted]
-        self._of = _picker([at for at, _ in wanted])
-        values = [value for _, _, value in tensors]
+        there = [place for place, entry in enumerate(entries) if entry[3] is not None]
+        own = [place for place in there if entries[place][0] != _OF_MODULES]
+        below = there[len(own) :]
+        vacant = sorted(set(range(len(entries))) - set(there))
+        self._own, self._below, self._vacant = map(_picker, (own, below, vacant))
+        self.tensors = [entries[place][1:3] for place in own]
+        self.children = [entries[place][1:3] for place in below]
+        values: list[torch.Tensor] = [entries[place][3] for place in own]
         self.addresses = list(map(torch.Tensor.data_ptr, values))
         # Torch's guards take no tensor twice.
         firsts = {id(value): at for at, value in reversed(list(enumerate(values)))}
+        again = sorted(set(range(len(values))) - set(firsts.values()))
         self._firsts = _picker(sorted(firsts.values()))
         self._guards = _guards(self._firsts(values)) if values else None
-        again = sorted(set(range(len(values))) - set(firsts.values()))
         self._again = _picker(again)
         self._as = _picker([firsts[id(values[at])] for at in again])
 
-    def children(self, modules: Sequence[nn.Module]) -> list[tuple[int, str, Any]]:
-        """Which of the modules has it, under which key, and the submodule."""
-        held = _held(modules)
-        return [(at // 3, key, held[at][key]) for at, key in self._children]
+    def pick_children(self, modules: Sequence[nn.Module]) -> Sequence[Any]:
+        """The submodules."""
+        dicts = chain.from_iterable(_held(modules))
+        return self._below(list(chain.from_iterable(map(dict.values, dicts))))
 
     def look(self, modules: list[Any], tensors: list[torch.Tensor], below: list[Any]) -> bool:
         """Whether all is as it was; adds what it found to the two lists."""
-        held = _held(modules)
-        # With as many entries as there were, and each of the known ones there, none is new.
-        if sum(map(len, held)) != len(self._keys):
-            return False
-        values = list(map(getitem, self._of(held), self._keys))
-        end = len(self.addresses)
-        found, last = values[:end], end + len(self._children)
+        values: list[Any] = []
+        for dicts, shape in zip(_held(modules), self._shapes, strict=True):
+            if not shape[1]:
+                if any(dicts):
+                    return False
+                continue
+            if _shape(dicts) != shape:
+                return False
+            values += chain.from_iterable(map(dict.values, dicts))
+        found = self._own(values)
         if list(map(torch.Tensor.data_ptr, found)) != self.addresses:
             return False
         if self._guards is not None and not self._guards.check(*self._firsts(found)):
@@ -173,18 +257,25 @@ class _Run:
         if not all(map(is_, self._again(found), self._as(found))):
             return False
         tensors += found
-        below += values[end:last]
-        return all(map(is_, values[last:], repeat(None)))
+        below += self._below(values)
+        return not any(value is not None for value in self._vacant(values))
 
 
-def _held(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """Parameters, buffers and submodules of the first, then of the next."""
+def _held(modules: Sequence[nn.Module]) -> tuple[tuple[dict[str, Any], ...], ...]:
+    """The dicts of parameters of all of them, of buffers, and of submodules."""
     # Torch has no quick public form.
-    return list(chain.from_iterable(map(_HELD, map(vars, modules))))
+    return tuple(zip(*map(_HELD, map(vars, modules)), strict=True))
+
+
+def _shape(dicts: Sequence[dict[str, Any]]) -> tuple[list[int], list[str]]:
+    """How many entries each has, and their names."""
+    return list(map(len, dicts)), list(chain.from_iterable(dicts))
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Takes the entries at these places out of a list, all at once."""
+    if places and list(places) == list(range(places[0], places[-1] + 1)):
+        return itemgetter(slice(places[0], places[-1] + 1))
     if len(places) > 1:
         return itemgetter(*places)
     return lambda entries: [entries[at] for at in places]

@@ -33,7 +33,7 @@ from aiosync.repeating import reliably
 from aiosync.reporting import make_report
 from aiosync.roll_call import assemble, begin_again, convene, has_restarted
 from aiosync.round_holds import Holds
-from aiosync.settling import at_most_twice, driving
+from aiosync.settling import at_most_twice, driving, may_look_late
 from aiosync.weight_targets import MODEL
 from statemachines.tables import Trigger, Weights
 
@@ -77,7 +77,7 @@ class Round:
         self.phase = "admit"
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
-        self.recovered = False
+        self.recovered = self.has_moved = False
         self.turn = Milestone()
         """The engine's slot is this round's."""
         self.released = Milestone()
@@ -265,7 +265,7 @@ class Round:
 
     async def _validate(self) -> None:
         side, grace = self.source_side, self.budget.cleanup / 2
-        self.feed = await side.open_feed(grace=grace)
+        self.feed = await side.open_feed(grace=grace, late=may_look_late(self))
         self.plan = await side.open_plan(self.feed, self.engine.make_plan, grace=grace)
 
     def validated(self) -> tuple[SourceFeed, Plan]:

@@ -26,6 +26,7 @@ class SameCopies:
         self._nbytes: list[int] = []
         self._copy: AddressCopy | None = None
         self._batches = SameBatches()
+        self._on_device: tuple[list[int], list[int], torch.device] | None = None
 
     def __call__(
         self,
@@ -34,16 +35,20 @@ class SameCopies:
         *,
         known: tuple[list[int] | None, list[int] | None] = (None, None),
     ) -> None:
+        if self._again_on_device(targets, known):
+            note_written(targets)
+            return
         nbytes = [tensor.nbytes for tensor in targets]
         devices = set(map(DEVICE, targets)) | set(map(DEVICE, sources))
         if len(devices) == 1 and (device := devices.pop()).type == "cuda":
             if self._copy is None or self._nbytes != nbytes:
                 self._copy, self._nbytes = AddressCopy(nbytes, device), nbytes
-            self._copy(
-                list(map(torch.Tensor.data_ptr, targets)),
-                list(map(torch.Tensor.data_ptr, sources)),
-            )
+            now = [list(map(torch.Tensor.data_ptr, side)) for side in (targets, sources)]
+            self._copy(*now)
             poll(mark_current(device), lambda: None)
+            self._on_device = None
+            if known[0] is not None and known[1] is not None and list(known) == now:
+                self._on_device = (known[0], known[1], device)
         else:
             into = addresses_of(targets, nbytes, known[0])
             out_of = addresses_of(sources, nbytes, known[1])
@@ -52,3 +57,17 @@ class SameCopies:
                 return
             copy_together(self._batches(into, out_of, nbytes))
         note_written(targets)
+
+    def _again_on_device(
+        self, targets: list[torch.Tensor], known: tuple[list[int] | None, list[int] | None]
+    ) -> bool:
+        """The last call's copies once more: of the very lists that it was given."""
+        before = self._on_device
+        if self._copy is None or before is None or known[0] is not before[0]:
+            return False
+        into, out_of, device = before
+        if known[1] is not out_of or list(map(torch.Tensor.data_ptr, targets)) != into:
+            return False
+        self._copy(into, out_of)
+        poll(mark_current(device), lambda: None)
+        return True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aiosync.catch_up import Goal
 from aiosync.concurrency import first_line
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import AiosyncError, PeerLost, PhaseTimeout
+from aiosync.errors import AiosyncError, PeerLost, PhaseTimeout, Validation
 from aiosync.fleet_health import confirm_lost, is_refused
 from aiosync.giving_up import tell_ranks
 from aiosync.member_table import MemberState, MemberTrigger
@@ -48,7 +48,8 @@ def driving(round: Round) -> Iterator[None]:
 
 
 async def at_most_twice(round: Round, run: Callable[[], Awaitable[None]]) -> None:
-    """Await ``run()``, and once more where a lost member ended it and may be left.
+    """Await ``run()``, and once more where a lost member ended it and may be left, or where the
+    source turned out not to be as it was (`may_look_late`).
 
     All trainer ranks do so, or none: rank 0, whose fleet it is, decides, and the others wait for
     its word wherever it told them with the reason that there will be one.
@@ -63,6 +64,12 @@ async def at_most_twice(round: Round, run: Callable[[], Awaitable[None]]) -> Non
             await _take_back(round, error)
             raise
         alone = ranks.size == 1
+        if alone and _has_moved(error) and not round.has_moved:
+            round.has_moved = True
+            round.notes.append(f"begun again: {error.message}")
+            ranks.begin(round.settings.deadline)
+            await at_most_twice(round, run)
+            return
         if not await (_lost_a_member(round, error) if alone else _all_begin_again(round, error)):
             raise
         round.notes.append(f"begun again without {error.replica}: {error.message}")
@@ -71,6 +78,21 @@ async def at_most_twice(round: Round, run: Callable[[], Awaitable[None]]) -> Non
         await run()
     finally:
         ranks.may_begin_again = None
+
+
+def may_look_late(round: Round) -> bool:
+    """Whether the source is looked at while its tensors are sent.
+
+    Then a source that is not as it was ends the round when members have some of its tensors: it
+    has to be one that can begin again.
+    """
+    engine, settings = round.engine, round.settings
+    can_begin_again = settings.ticket is None and engine.recovers and engine.ranks.size == 1
+    return engine.looks_late and can_begin_again and not round.has_moved
+
+
+def _has_moved(error: BaseException) -> bool:
+    return isinstance(error, Validation) and bool((error.detail or {}).get("moved"))
 
 
 async def _take_back(round: Round, error: BaseException) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from operator import is_
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -19,7 +20,15 @@ from aiosync.errors import Busy, Coverage, InvalidTransition, Torn, Validation
 from aiosync.foreign import LeftBehind
 from aiosync.metadata import Validated, first_few, meta_nbytes
 from aiosync.module_layout import bit_equal
-from aiosync.targets import Destinations, Matcher, further_names, model_tensors, wanted_names
+from aiosync.targets import (
+    Destinations,
+    Matcher,
+    Writes,
+    further_names,
+    model_tensors,
+    moved,
+    wanted_names,
+)
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
@@ -74,6 +83,20 @@ class Sink(ABC):
         self._found = _NOTHING
         self._landed: list[bool] = []
         self._handed: dict[int, torch.Tensor] = {}
+        self._lent: dict[int, int] = {}
+        """Neighbours that were handed out and have not landed: from the first up to, by the first.
+
+        Those of `_neighbours` where nobody asks for them again.
+        """
+        self._aliases: dict[str, str] = {}
+        self._partial = False
+        self._lent_upto = 0
+        self._looks_now = False
+        self.looks_late = False
+        """Whether a model that seems to be as it was is looked at while tensors arrive.
+
+        For receivers that ask for destinations as they go; set before `begin`, by the engine.
+        """
         self._open = False
         self._validated = Validated()
         self._further: dict[str, list[str]] = {}
@@ -109,10 +132,13 @@ class Sink(ABC):
         metas = self._validated(metadata)
         if partial and self.weights != Weights.INTACT:
             raise Torn("a partial update cannot mend these weights", weights=self.weights)
-        found = self._find(metas, aliases or {}, partial=partial)
+        self._aliases, self._partial = dict(aliases or {}), partial
+        found = self._find(metas, self._aliases, partial=partial)
         self._prepare(metas, found)
         self._metadata, self._found = metas, found
         self._landed = [False] * len(metas)
+        self._lent_upto = 0
+        self._looks_now = isinstance(found.writes, Writes) and found.writes.looking is not None
         self.skipped = found.skipped
         self.applied = len(metas) - self.skipped
         self.left_out = found.left_out
@@ -141,7 +167,11 @@ class Sink(ABC):
         ):
             found = self._neighbours(first, end)
             if found is not None:
-                self._handed.update(zip(indices, found, strict=True))
+                if self._lends:
+                    self._lent[first] = end
+                    self._lent_upto = max(self._lent_upto, end)
+                else:
+                    self._handed.update(zip(indices, found, strict=True))
                 return found
         return [self.destination(index) for index in indices]
 
@@ -170,11 +200,21 @@ class Sink(ABC):
             0 <= first < end <= len(self._metadata)
             and fresh == list(range(first, end))
             and True not in self._landed[first:end]
-            and all(map(self._handed.__contains__, fresh))
         )
+        if not simple or self._lent.get(first) != end:
+            self._hand_over()
+            simple = simple and all(map(self._handed.__contains__, fresh))
         if simple:
+            self._lent.pop(first, None)
             self._landed[first:end] = [True] * len(fresh)
         return simple
+
+    def _hand_over(self) -> None:
+        """What was lent comes back in other parts: from here on it is known one by one."""
+        for first, end in self._lent.items():
+            found = self._neighbours(first, end) or []
+            self._handed.update(zip(range(first, end), found, strict=True))
+        self._lent.clear()
 
     def _note_each(self, fresh: list[int]) -> None:
         for index in fresh:
@@ -195,7 +235,48 @@ class Sink(ABC):
                 tensors of the model were replaced since `begin`: what arrived is not for them.
         """
         self._check_complete()
-        self.check_model()
+        if not self._finish_look() or not self._looks_last:
+            self.check_model()
+
+    def verify_stream(self) -> None:
+        """`verify` right after the round's one stream: a look that went along with it counts."""
+        self._check_complete()
+        if not self._finish_look():
+            self.check_model()
+
+    def look_meanwhile(self) -> None:
+        """The transport has nothing to do but to wait: what has to be looked at later, now."""
+        writes = self._found.writes
+        if self._looks_last and isinstance(writes, Writes):
+            writes.are_seen()
+
+    def _finish_look(self) -> bool:
+        """Complete a late look at the model; False: there was none, all was looked at before."""
+        writes = self._found.writes
+        if not self._looks_now or not isinstance(writes, Writes):
+            return False
+        looking = writes.looking
+        if looking is not None and not writes.are_seen():
+            written = looking.tensors(0, self._lent_upto)
+            found = self._look_again().plain(0, self._lent_upto)
+            if not all(map(is_, written, found)):
+                raise moved(self.weights)
+        return True
+
+    def _look_again(self) -> Writes:
+        """The model changed since the round before: match it anew, now that the round is open.
+
+        Raises:
+            Coverage, Validation: It cannot take the round's tensors, or not in the same way.
+        """
+        before = cast("Writes", self._found.writes)
+        found = self._find(self._metadata, self._aliases, partial=self._partial)
+        now = found.writes
+        alike = isinstance(now, Writes) and now.are_single and now.device == before.device
+        if not isinstance(now, Writes) or not alike or found.ties:
+            raise moved(self.weights)
+        self._found, self.left_out, self._looks_now = found, found.left_out, False
+        return now
 
     def check_model(self) -> None:
         """The model is still the one that `begin` has seen; part of `verify`.
@@ -204,10 +285,7 @@ class Sink(ABC):
             Coverage: Tensors of it were replaced, renamed or moved.
         """
         if self._loader is None and not self._matcher.holds(self.model):
-            raise Coverage(
-                "tensors of the model were replaced, renamed or moved during the round",
-                weights=self.weights,
-            )
+            raise moved(self.weights)
 
     def _check_complete(self) -> None:
         self._check_open("verify")
@@ -281,6 +359,16 @@ class Sink(ABC):
     @abstractmethod
     def _destination(self, index: int) -> torch.Tensor: ...
 
+    _can_look_late = False
+    """Whether this kind knows what to do where a late look finds another model."""
+    _looks_last = False
+    """Whether it needs no tensor of the model before all has landed."""
+
+    @property
+    def _lends(self) -> bool:
+        """Whether nobody needs what `_neighbours` handed out, once that has landed."""
+        return False
+
     @property
     def _addresses(self) -> list[int] | None:
         """Of all destinations of the round, where that is known; they may have moved since."""
@@ -310,7 +398,8 @@ class Sink(ABC):
     ) -> Destinations:
         self._further = further_names(metas, aliases)
         if self._loader is None:
-            return self._matcher.find(self.model, metas, aliases, partial=partial)
+            late = self.looks_late and self._can_look_late and not self._open
+            return self._matcher.find(self.model, metas, aliases, partial=partial, late=late)
         self._further = wanted_names(self.model, self._further)
         return Destinations([()] * len(metas), [], [], 0)
 
@@ -329,6 +418,7 @@ class Sink(ABC):
     def _end(self) -> None:
         self._open = False
         self._handed.clear()
+        self._lent.clear()
         self._landed = []
         self._metadata, self._found = [], _NOTHING
 

@@ -46,6 +46,7 @@ class StagedSink(Sink):
     """
 
     mode = "staged"
+    _can_look_late = _looks_last = True
 
     def __init__(
         self,
@@ -155,6 +156,7 @@ class InPlaceSink(Sink):
     """
 
     mode = "in_place"
+    _can_look_late = True
 
     def memory(self, metadata: Sequence[ParamMeta]) -> int:
         """The largest temporary tensor; a transport may have a few under way at once."""
@@ -177,6 +179,7 @@ class InPlaceSink(Sink):
         return tensor.device == self.device and tensor.is_contiguous() and not tensor.is_inference()
 
     def _destination(self, index: int) -> torch.Tensor:
+        self._look_upto(index + 1)
         targets = self._found.writes[index]
         if not targets or not self._direct(targets[0]):
             return self._scratch(index)
@@ -188,14 +191,30 @@ class InPlaceSink(Sink):
         return None if self._plain is None else self._plain.addresses
 
     def _neighbours(self, first: int, end: int) -> list[torch.Tensor] | None:
+        self._look_upto(end)
         if self._plain is None:
             return None
         self._tear()
         return self._plain.plain(first, end)
 
+    @property
+    def _lends(self) -> bool:
+        return self._plain is not None
+
+    def _look_upto(self, end: int) -> None:
+        """Before memory of the model is written to."""
+        if self._plain is not None and not self._plain.are_seen(end):
+            self._plain = self._look_again()
+
+    def _end(self) -> None:
+        super()._end()
+        self._plain = None  # memory that the model gives up must be free
+
     def _take(self, indices: list[int]) -> None:
         if self._plain is not None:
-            note_written([self._handed.pop(index) for index in indices])
+            note_written(_runs_of(self._plain, indices))
+            for index in indices if self._handed else ():
+                self._handed.pop(index, None)
             return
         if self._loader is not None:
             self._load(self._pairs(indices))
@@ -214,6 +233,13 @@ class InPlaceSink(Sink):
 
     def _apply(self) -> None:
         """All of it has been written as it landed."""
+
+
+def _runs_of(writes: Writes, indices: list[int]) -> list[torch.Tensor]:
+    first, end = (indices[0], indices[-1] + 1) if indices else (0, 0)
+    if indices == list(range(first, end)):
+        return writes.plain(first, end)
+    return [writes.plain(index, index + 1)[0] for index in indices]
 
 
 def make_sink(

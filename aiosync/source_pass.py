@@ -76,7 +76,8 @@ class SourcePass:
             The source's own exception, the sender's, or what the ranks agreed to stop for.
         """
         feed = self._feed
-        passing = feed.iter_batches() if feed.plain is None else feed.iter_plain()
+        is_plain = feed.plain is not None or feed.looking is not None
+        passing = feed.iter_plain() if is_plain else feed.iter_batches()
         with closing(passing) as batches:
             due = 0  # below zero: a batch reached into the next group
             for number, count in enumerate(self._counts):

@@ -54,8 +54,12 @@ class SourceSide:
         own: LaneLike | None = getattr(self.source, "run_in", None)
         return not (self._lane_slot if own is None else own).poisoned
 
-    async def open_feed(self, *, grace: float) -> SourceFeed:
+    async def open_feed(self, *, grace: float, late: bool = False) -> SourceFeed:
         """Read the metadata (perhaps a collective) and check it, unless it is the same as before.
+
+        Args:
+            late: A module that seems to be as it was is looked at by the pass, see
+                `settling.may_look_late`.
 
         Raises:
             Validation: There is no source, or its metadata cannot be right.
@@ -68,9 +72,12 @@ class SourceSide:
 
         def read() -> tuple[Any, SourceFeed]:
             # A cached metadata list is the same object again: then nothing has to be checked anew.
+            known = self._feed
             if isinstance(source, ModuleSource):
+                if late and known is not None and source.look_late():
+                    return known
                 source.notice_changes()
-            announced, known = source.metadata, self._feed
+            announced = source.metadata
             if known is not None and announced is known[0] and known[1].announces(announced):
                 return known
             return announced, SourceFeed(source, rank=self._rank)

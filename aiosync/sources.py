@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from aiosync.glance import Glance
+from aiosync.glance import Glance, Looking
 from aiosync.metadata import first_few, layer_runs
 from aiosync.module_layout import (
     compact,
@@ -171,6 +171,8 @@ class ModuleSource(WeightSource):
         self._seen: dict[str, torch.Tensor] | None = None
         self._glance: Glance | None = None
         self._glanced: list[torch.Tensor] | None = None
+        self.looking: Looking | None = None
+        """What `look_late` began; a pass completes it."""
         self._was_plain = False
 
     @cached_property
@@ -193,7 +195,7 @@ class ModuleSource(WeightSource):
         Called before each round. With a session the module is looked at only inside of it: there
         a pass over a changed module raises `Validation`, and the round after that one sends it.
         """
-        self._seen = self._glanced = None
+        self.forget_tensors()
         known = self.__dict__.get("_layout")
         if known is None or self.session is not None:
             return
@@ -205,9 +207,22 @@ class ModuleSource(WeightSource):
         else:
             self._forget()
 
+    def look_late(self) -> bool:
+        """Instead of `notice_changes`: whether all seems to be as and where it was.
+
+        The pass itself then looks at each tensor right before it yields it (`SourceFeed`).
+        """
+        self.forget_tensors()
+        if self._glance is None or not self._is_plain:
+            return False
+        looking = Looking(self._glance, self.module)
+        if looking.reaches(1):  # what changes a module changes its first tensors, most of the time
+            self.looking = looking
+        return self.looking is not None
+
     def forget_tensors(self) -> None:
         """Let go of what `notice_changes` has seen: the round is over, or others ran meanwhile."""
-        self._seen = self._glanced = None
+        self._seen = self._glanced = self.looking = None
 
     def _look(self) -> bool:
         """Whether all is as and where it was; then `_glanced` has it."""
@@ -280,7 +295,7 @@ class ModuleSource(WeightSource):
     @property
     def plain_addresses(self) -> list[int] | None:
         """Where `plain_tensors` are, if that is known; the same list until one is elsewhere."""
-        if self._glance is None or self._glanced is None:
+        if self._glance is None or (self._glanced is None and self.looking is None):
             return None
         return self._glance.addresses
 

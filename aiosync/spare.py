@@ -44,12 +44,13 @@ class Arena:
         addresses: Of the views.
     """
 
-    __slots__ = ("_device", "_key", "_views", "addresses")
+    __slots__ = ("_device", "_key", "_metadata", "_views", "addresses")
 
     def __init__(self, device: torch.device) -> None:
         self.addresses: list[int] = []
         self._device = device
         self._key: tuple[list[torch.dtype], list[tuple[int, ...]]] | None = None
+        self._metadata: list[ParamMeta] | None = None
         self._views: list[torch.Tensor] = []
 
     def views(self, metadata: Sequence[ParamMeta]) -> list[torch.Tensor]:
@@ -58,17 +59,20 @@ class Arena:
         Raises:
             Refused: More memory is needed than is free.
         """
+        if metadata == self._metadata:  # quick: they are the same objects
+            return self._views
         key = ([meta.dtype for meta in metadata], [meta.shape for meta in metadata])
         if key != self._key:
             self.release()  # before asking what is free
             self._views = self._allocate(metadata)
             self.addresses = list(map(torch.Tensor.data_ptr, self._views))
             self._key = key
+        self._metadata = list(metadata)
         return self._views
 
     def release(self) -> None:
         """Give the memory back, once nobody else holds a view."""
-        self._key, self._views, self.addresses = None, [], []
+        self._key, self._metadata, self._views, self.addresses = None, None, [], []
 
     def _allocate(self, metadata: Sequence[ParamMeta]) -> list[torch.Tensor]:
         need, free = needed_memory(metadata), free_memory(self._device)

@@ -86,6 +86,7 @@ class _Into:
         self.takes_all = sink.takes_all
         self.many = sink.destinations
         self.known = sink.known_addresses
+        self.meanwhile = sink.look_meanwhile
 
     def __call__(self, index: int) -> torch.Tensor:
         return self._sink.destination(index)
@@ -116,7 +117,7 @@ async def stream_in(
         prepare()
         summary = receiver.receive(plan, _Into(sink), sink.landed, round=round, stall=stall)
         if verify:
-            sink.verify()
+            sink.verify_stream()
         return summary
 
     try:

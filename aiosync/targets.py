@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import Coverage, Validation
-from aiosync.glance import Glance
+from aiosync.glance import Glance, Looking
 from aiosync.metadata import dtype_name, first_few
 from aiosync.module_layout import compact, is_dtensor
 from aiosync.module_walk import DEVICE, DTYPE, SHAPE, are_plain, is_freed, named_members, same
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from aiosync.metadata import ParamMeta
+    from statemachines.tables import Weights
 
 
 class Destinations(NamedTuple):
@@ -75,9 +76,10 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
         device: Where all of them are, if each position has one, and that one is plain, contiguous
             and not made in inference mode: then `plain` has them as they are. Else None.
         addresses: Where those are, if that is known.
+        looking: The look at the model that is still under way; None: all was looked at before.
     """
 
-    __slots__ = ("_more", "_single", "addresses", "device")
+    __slots__ = ("_more", "_single", "addresses", "device", "looking")
 
     @property
     def are_single(self) -> bool:
@@ -91,26 +93,54 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
         self._more = {i: [tensors[name] for name in group] for i, group in names.more.items()}
         self.addresses: list[int] | None = None
         self.device = device
+        self.looking: Looking | None = None
 
     @classmethod
-    def of(
-        cls, tensors: list[torch.Tensor], addresses: list[int], device: torch.device | None
-    ) -> Writes:
-        """One tensor for each position."""
+    def of(cls, looking: Looking, addresses: list[int], device: torch.device | None) -> Writes:
+        """One tensor for each position, as a look at the model finds them."""
         made = cls(Names(()), {}, device)
-        made._single, made.addresses = tensors, addresses
+        made.addresses, made.looking = addresses, looking
         return made
 
+    def are_seen(self, count: int | None = None) -> bool:
+        """Whether the first `count`, or all and the model as a whole, are as they were.
+
+        It goes on with the look; False for good once something is found that is not.
+        """
+        looking = self.looking
+        if looking is None:
+            return True
+        if count is not None:
+            return looking.reaches(count)
+        if not looking.ends_well():
+            return False
+        self._single, self.looking = looking.tensors(0, len(self)), None
+        return True
+
     def __len__(self) -> int:
-        return len(self._single)
+        return len(self._single) if self.looking is None else len(self.addresses or ())
 
     def __getitem__(self, index: Any) -> Any:
+        if self.looking is not None and not self.are_seen():
+            raise moved()
         more = self._more.get(index)
         return tuple(map(writable, (self._single[index],) if more is None else more))
 
     def plain(self, first: int, end: int) -> list[torch.Tensor]:
         """Tensors from position `first` up to `end`; they may require gradients."""
-        return self._single[first:end]
+        looking = self.looking
+        if looking is None:
+            return self._single[first:end]
+        if not looking.reaches(end):
+            raise moved()
+        return looking.tensors(first, end)
+
+
+def moved(weights: Weights | None = None) -> Coverage:
+    """What is said where tensors of a model are not what and where they were."""
+    return Coverage(
+        "tensors of the model were replaced, renamed or moved during the round", weights=weights
+    )
 
 
 class Model(NamedTuple):
@@ -164,7 +194,13 @@ class Matcher:
         self._match = _Match(Names([]), [], [], 0)
 
     def find(
-        self, model: Any, metadata: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool
+        self,
+        model: Any,
+        metadata: list[ParamMeta],
+        aliases: Mapping[str, str],
+        *,
+        partial: bool,
+        late: bool = False,
     ) -> Destinations:
         """Decide where everything goes.
 
@@ -173,13 +209,15 @@ class Matcher:
                 announced itself gets the same data.
             partial: Names this model does not have are skipped, and modules that no name touches
                 keep their values. A touched module is still covered whole.
+            late: A model that seems to be as it was is looked at when tensors of it are asked for:
+                see `Writes.are_seen`.
 
         Raises:
             Coverage: Unknown or missing names; with `partial`, no name that is known.
             Validation: A shape or dtype differs, or a destination cannot be written (meta, lazy,
                 sharded, sharing memory with another one).
         """
-        glanced = self._at_a_glance(model, metadata, aliases, partial=partial)
+        glanced = self._at_a_glance(model, metadata, aliases, partial=partial, late=late)
         if glanced is not None:
             return glanced
         found = model_tensors(model)
@@ -196,20 +234,26 @@ class Matcher:
         return Destinations(Writes(names, tensors, self._device), ties, left_out, skipped)
 
     def _at_a_glance(
-        self, model: Any, metadata: list[ParamMeta], aliases: Mapping[str, str], *, partial: bool
+        self,
+        model: Any,
+        metadata: list[ParamMeta],
+        aliases: Mapping[str, str],
+        *,
+        partial: bool,
+        late: bool,
     ) -> Destinations | None:
         """What `find` found last, if everything is as it was; quickly."""
-        if self._glance is None or self._key is None:
+        glance = self._glance
+        if glance is None or self._key is None:
             return None
-        tensors = None
         if self._key[:3] == (metadata, dict(aliases), partial):
-            tensors = self._glance.look(model)
-        if tensors is None:
-            self._glance = None
-            return None
-        writes = Writes.of(tensors, self._glance.addresses, self._device)
-        _, ties, left_out, skipped = self._match
-        return Destinations(writes, ties, left_out, skipped)
+            writes = Writes.of(Looking(glance, model), glance.addresses, self._device)
+            # What changes a model changes its first tensors, most of the time.
+            if writes.are_seen(1 if late else None):
+                _, ties, left_out, skipped = self._match
+                return Destinations(writes, ties, left_out, skipped)
+        self._glance = None
+        return None
 
     def holds(self, model: Any) -> bool:
         """Whether the model still has the tensors of the last match, where they were."""

@@ -28,6 +28,8 @@ class TrainerHooks(ABC, Generic[Init]):
     init_info_cls: ClassVar[type]
     reusable_after_abort: ClassVar[bool] = False
     """Whether the channel can carry another round after one was given up."""
+    looks_late: ClassVar[bool] = False
+    """Whether a module is looked at while its tensors are sent (`settling.may_look_late`)."""
     backend_name: str = "custom"
     per_member: bool = False
     """Whether the data plane can go on without some members (its sender is a `PerReader`)."""

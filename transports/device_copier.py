@@ -15,7 +15,7 @@ from transports.cuda import WorkQueue, mark_current, poll
 from transports.errors import DigestMismatch, PhaseTimeout
 from transports.pointer_digest import PointerDigest
 from transports.sender_digests import first_word
-from transports.stream import targets_of
+from transports.stream import known_of, targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,9 +95,15 @@ class DeviceCopier:
         landed: Callable[[list[int]], None],
         *,
         verifies: bool,
+        await_ready: Callable[[int], None],
     ) -> bytes:
-        """Queue copies a batch at a time; the values of what arrived, where they are wanted."""
+        """Queue copies a batch at a time; the values of what arrived, where they are wanted.
+
+        Args:
+            await_ready: Waits until that many tensors of the plan may be read.
+        """
         takes_all = bool(getattr(destination, "takes_all", False))
+        meanwhile: Callable[[], None] | None = getattr(destination, "meanwhile", None)
         batches = self._batches_of(layout, takes_all=takes_all, verifies=verifies)
         under_way: deque[tuple[_Batch, Mark, Sequence[torch.Tensor]]] = deque()
         values: list[torch.Tensor] = []
@@ -114,16 +120,21 @@ class DeviceCopier:
             for number, batch in enumerate(batches):
                 self._waker.check()
                 targets = targets_of(destination, batch.indices)
-                to = list(map(torch.Tensor.data_ptr, targets))
+                to = known_of(destination, batch.indices)
+                if to is None:
+                    to = list(map(torch.Tensor.data_ptr, targets))
                 if not takes_all or self._right.get(number) != to:
                     self._check(layout.plan, batch.indices, targets)
                     self._right[number] = to
+                await_ready(batch.indices[-1] + 1)
                 batch.copy(to, _those(addresses, batch.indices))
                 if batch.digest is not None:
                     values.append(batch.digest.values(to))
                 under_way.append((batch, mark_current(device), targets))
                 # Memory that is there anyway costs nothing: the device has all of its work at once.
                 settle(len(batches) if takes_all else _AHEAD)
+            if meanwhile is not None:
+                meanwhile()
             settle(0)
         except BaseException:
             # Nothing may be written any more when this returns.

@@ -78,6 +78,12 @@ class DeviceExports:
         """Devices that a reader has to open."""
         return {export.uuid for export in self._all()}
 
+    def keeps(self, addresses: list[int] | None) -> bool:
+        """Whether the table is one of these very addresses, and no memory was freed since."""
+        frees = self._memory.frees()
+        same = addresses is not None and addresses is self._given and bool(self.table)
+        return same and frees is not None and frees == self._frees
+
     def update(
         self,
         plan: Plan,

@@ -67,6 +67,12 @@ class Allocations(Message, frozen=True, kw_only=True, tag="allocations"):
     new: Annotated[tuple[AllocationInfo, ...], msgspec.Meta(max_length=ALLOCATIONS_PER_FRAME)] = ()
 
 
+class Confirmed(Message, frozen=True, kw_only=True, tag="confirmed"):
+    """The first `count` tensors of the plan are where the table says; ``Ready`` says it of all."""
+
+    count: Count
+
+
 class Values(Message, frozen=True, kw_only=True, tag="values"):
     """Digests of the tensors that are read in place, 8 bytes each, from one index on."""
 
@@ -74,7 +80,18 @@ class Values(Message, frozen=True, kw_only=True, tag="values"):
     values: Annotated[bytes, msgspec.Meta(max_length=8 * VALUES_PER_FRAME)]
 
 
-ToReader = Refusal | DeviceWelcome | Allocations | Handles | Ready | Values | Alive | Done | Failed
+ToReader = (
+    Refusal
+    | DeviceWelcome
+    | Allocations
+    | Handles
+    | Confirmed
+    | Ready
+    | Values
+    | Alive
+    | Done
+    | Failed
+)
 _TO_READER: msgspec.msgpack.Decoder[ToReader] = msgspec.msgpack.Decoder(ToReader)
 
 

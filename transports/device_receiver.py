@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 
 _SENDER = "trainer"
 T = TypeVar("T", bound=wire.Message)
+U = TypeVar("U", bound=wire.Message)
 
 
 @final
 class DeviceReceiver(OneLink):
     """See `transports.stream.Receiver`; verified when all of what is read in place has landed.
+
+    Destinations are asked for right before they are written to.
 
     Mappings and copy tables are kept between rounds; connections are not.
 
@@ -46,6 +49,8 @@ class DeviceReceiver(OneLink):
         batch_nbytes: How much of what is read in place is asked destinations for at once, where
             those are made for it; destinations that are there anyway come in larger batches.
     """
+
+    asks_late = True
 
     def __init__(
         self, memory: DeviceMemory, *, address: str, token: str, name: str, batch_nbytes: int
@@ -164,10 +169,17 @@ class DeviceReceiver(OneLink):
         layout = self._layout[1]
         verifies = kind is not None
         addresses = self._mappings.addresses
-        self._await_ready(link, 0, stall)
+        confirmed = 0
+
+        def await_ready(count: int) -> None:
+            nonlocal confirmed
+            while confirmed < count:
+                confirmed = self._await_more(link, confirmed, len(plan.sizes), stall)
+
         values = self._copier.take_resident(
-            layout, addresses, destination, landed, verifies=verifies
+            layout, addresses, destination, landed, verifies=verifies, await_ready=await_ready
         )
+        await_ready(len(plan.sizes))  # or 0: there is nothing, or nothing in place
         if verifies:
             self._compare(link, layout, values, stall)
         self._send(link, wire.Ack(chunk=0), stall)
@@ -211,19 +223,32 @@ class DeviceReceiver(OneLink):
             detail={"tensor": index},
         )
 
+    def _await_more(self, link: Link, known: int, all_: int, stall: float) -> int:
+        """How many tensors of the plan may be read now."""
+        news = self._await(link, (device_wire.Confirmed, wire.Ready), stall)
+        if not isinstance(news, wire.Ready):
+            if not known < news.count <= all_:
+                raise Validation(f"{news.count} of {all_} tensors are confirmed after {known}")
+            return news.count
+        if news.chunk != 0:
+            raise Validation(f"chunk {news.chunk} came where 0 was due")
+        return all_
+
     def _await_ready(self, link: Link, chunk: int, stall: float) -> wire.Ready:
         ready = self._await(link, wire.Ready, stall)
         if ready.chunk != chunk:
             raise Validation(f"chunk {ready.chunk} came where {chunk} was due")
         return ready
 
-    def _await(self, link: Link, kind: type[T], stall: float) -> T:
+    def _await(self, link: Link, kind: type[T] | tuple[type[T], type[U]], stall: float) -> T | U:
         while True:
             message = self._next(link, stall)
             if isinstance(message, kind):
                 return message
             if not isinstance(message, wire.Alive):
-                raise Validation(f"expected {kind.__name__}, got {message}", replica=_SENDER)
+                kinds = kind if isinstance(kind, tuple) else (kind,)
+                names = " or ".join(each.__name__ for each in kinds)
+                raise Validation(f"expected {names}, got {message}", replica=_SENDER)
 
     def _next(self, link: Link, stall: float) -> device_wire.ToReader:
         try:

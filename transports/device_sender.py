@@ -72,6 +72,7 @@ class DeviceSender:
         self._ring = (0, 0)  # address and size
         self._tensors: Sequence[torch.Tensor | None] = ()
         self._addresses: list[int] | None = None
+        self._late = False
         self._training: Mark = REACHED
         self._waker = Waker()
         self._turn = Turn(self._waker)
@@ -98,6 +99,21 @@ class DeviceSender:
         `DeviceExports.update`.
         """
         self._tensors, self._addresses = tensors, addresses
+
+    def knows(self, addresses: list[int] | None) -> bool:
+        """Whether the last round's tensors all were at these very addresses, in memory still there.
+
+        It is the same list then, and `set_unseen` can stand for `set_tensors`.
+        """
+        layout = None if self._layout is None else self._layout[1]
+        return layout is not None and not layout.streamed and self._exports.keeps(addresses)
+
+    def set_unseen(self, addresses: list[int]) -> None:
+        """The next round's tensors seem to be where they were (`knows`), which nobody has seen yet.
+
+        `write` gets each batch when it was looked at; no reader copies a tensor before that.
+        """
+        self._tensors, self._addresses, self._late = (), addresses, True
 
     def order_after(self, mark: Mark) -> None:
         """The next round's readers begin after `mark`: after the step that wrote the tensors."""
@@ -132,12 +148,24 @@ class DeviceSender:
             )
             self._wait(self._training)
             self._training = REACHED
-            self._readers.announce(wire.Ready(chunk=0, segment=-1, offset=0))
             if self._kind is not None:
-                self._send_values(layout)
+                self._digests.begin_resident(self._exports.addresses)
+            if not self._late:
+                self._release_resident(layout)
             self.progress.step(0)
 
+    def _release_resident(self, layout: DeviceLayout) -> None:
+        """The readers may copy all that is read in place; what they should arrive at."""
+        assert self._readers is not None  # the round is open
+        self._readers.announce(wire.Ready(chunk=0, segment=-1, offset=0))
+        if self._kind is not None:
+            self._send_values(layout)
+
     def _prepare(self, plan: Plan) -> DeviceLayout:
+        if self._late:
+            if self._layout is None or self._layout[0] != (plan.digest, self._exports.table):
+                raise Validation("the tensors of another plan are not those that are known")
+            return self._layout[1]
         tensors = self._tensors or [None] * len(plan.sizes)
         if len(tensors) != len(plan.sizes):
             raise Validation(f"{len(tensors)} tensors, {len(plan.sizes)} are planned")
@@ -208,9 +236,9 @@ class DeviceSender:
         poll(mark, look)
 
     def _send_values(self, layout: DeviceLayout) -> None:
-        """The digests of what is read in place, computed while the readers copy."""
+        """The digests of what is read in place, which were computed while the readers copy."""
         assert self._readers is not None  # the round is open
-        self._values = raw = self._digests.of_resident(layout, self._exports.addresses, self._wait)
+        self._values = raw = self._digests.of_resident(layout, self._wait)
         step = 8 * device_wire.VALUES_PER_FRAME
         for start in range(0, len(raw), step):
             part = device_wire.Values(first=start // 8, values=raw[start : start + step])
@@ -232,7 +260,9 @@ class DeviceSender:
             if not columns.are_from(first) or end > len(layout.plan.sizes):
                 raise Validation(f"tensor {columns.indices[0]} was written where {first} was due")
             addresses = self._exports.addresses[first:end]
-            if (
+            if self._late:
+                self._confirm(layout, columns.addresses, first, end)
+            elif (
                 not layout.streamed
                 and list(map(torch.Tensor.data_ptr, columns.tensors)) == addresses
             ):
@@ -240,6 +270,21 @@ class DeviceSender:
             else:
                 self._write_each(layout, batch)
             self.progress.step(sum(layout.plan.sizes[first:end]))
+
+    def _confirm(self, layout: DeviceLayout, seen: list[int] | None, first: int, end: int) -> None:
+        """These were looked at a moment ago: the readers may copy them."""
+        readers, _ = self._connected()
+        if seen != self._exports.addresses[first:end]:
+            raise Validation(
+                f"tensors {first} to {end - 1} are not where the readers look for them: one was "
+                "moved or replaced since the round began",
+                tensor=str(first),
+            )
+        self._at = end
+        if end < len(layout.plan.sizes):
+            readers.post(wire.encode(device_wire.Confirmed(count=end)))
+        else:
+            self._release_resident(layout)
 
     def _write_each(self, layout: DeviceLayout, batch: Sequence[tuple[int, torch.Tensor]]) -> None:
         fresh: dict[int, torch.Tensor] = {}
@@ -326,6 +371,7 @@ class DeviceSender:
     def _end_round(self) -> None:
         readers, self._readers = self._readers, None
         self._tensors, self._addresses = (), None  # memory that the model gives up must be free
+        self._late = False
         if readers is not None:
             readers.close()
 

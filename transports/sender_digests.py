@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from transports.cuda import WorkQueue
 from transports.pointer_digest import PointerDigest
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
     from transports.planning import Piece
 
 
+class _Begun(NamedTuple):
+    """Values that a queue computes."""
+
+    values: torch.Tensor
+    mark: Mark
+    queue: WorkQueue
+
+    def read(self, wait: Callable[[Mark], None]) -> list[int]:
+        wait(self.mark)
+        with self.queue.active():  # on another stream it would wait for that one's work
+            return self.values.tolist()
+
+
 @final
 class SenderDigests:
     """Keeps the tables of one layout between rounds; each device digests what lies on it."""
@@ -28,6 +41,7 @@ class SenderDigests:
         self._memory = memory
         self._queues: dict[torch.device, WorkQueue] = {}
         self._by_device: dict[torch.device, tuple[list[int], PointerDigest]] = {}
+        self._under_way: list[tuple[list[int], _Begun]] = []
 
     def prepare(self, layout: DeviceLayout, tensors: Sequence[torch.Tensor | None]) -> None:
         """Have the tables for what is read in place."""
@@ -43,15 +57,22 @@ class SenderDigests:
 
     def clear(self) -> None:
         """Forget the layout."""
-        self._by_device = {}
+        self._by_device, self._under_way = {}, []
 
-    def of_resident(
-        self, layout: DeviceLayout, addresses: Sequence[int], wait: Callable[[Mark], None]
-    ) -> bytes:
-        """Of what is read in place, 8 bytes each, in the layout's order."""
-        values: dict[int, int] = {}
+    def begin_resident(self, addresses: list[int]) -> None:
+        """Have the devices compute the values of what is read in place."""
+        self._under_way = []
         for device, (indices, table) in self._by_device.items():
-            found = self._run(table, [addresses[index] for index in indices], device, wait)
+            all_ = len(indices) == len(addresses)
+            those = addresses if all_ else [addresses[index] for index in indices]
+            self._under_way.append((indices, self._begin(table, those, device)))
+
+    def of_resident(self, layout: DeviceLayout, wait: Callable[[Mark], None]) -> bytes:
+        """What `begin_resident` began, 8 bytes each, in the layout's order."""
+        under_way, self._under_way = self._under_way, []
+        values: dict[int, int] = {}
+        for indices, begun in under_way:
+            found = begun.read(wait)
             if len(indices) == len(layout.resident):
                 return array("q", found).tobytes()
             values.update(zip(indices, found, strict=True))
@@ -61,26 +82,18 @@ class SenderDigests:
         """Of the pieces of a chunk that begins at address `start`."""
         device = self._memory.device
         table = self._table([piece.nbytes for piece in pieces], device)
-        found = self._run(table, [start + piece.offset for piece in pieces], device, wait)
-        return array("q", found).tobytes()
+        begun = self._begin(table, [start + piece.offset for piece in pieces], device)
+        return array("q", begun.read(wait)).tobytes()
 
     def _table(self, sizes: Sequence[int], device: torch.device) -> PointerDigest:
         return PointerDigest(sizes, device, bytes_at=self._memory.bytes_at)
 
-    def _run(
-        self,
-        table: PointerDigest,
-        addresses: list[int],
-        device: torch.device,
-        wait: Callable[[Mark], None],
-    ) -> list[int]:
+    def _begin(self, table: PointerDigest, addresses: list[int], device: torch.device) -> _Begun:
         queue = self._queues.get(device)
         if queue is None:
             queue = self._queues[device] = WorkQueue(device)
         with queue.active():
-            values = table.values(addresses)
-            wait(queue.record())
-            return values.tolist()
+            return _Begun(table.values(addresses), queue.record(), queue)
 
 
 def first_word(raw: bytes) -> int:

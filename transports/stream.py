@@ -212,7 +212,10 @@ class Receiver(Protocol):
         `destination` may have a method ``many(indices)``, which does the same for many of them,
         and whose tensors may require gradients: nothing is recorded of what is written. And it may
         have ``known(indices)``: the addresses that those had when they were last looked at, each
-        contiguous and of its tensor's size; None where nobody has.
+        contiguous and of its tensor's size; None where nobody has. A receiver that asks for all of
+        them shortly before it writes to them, in plan order, has an attribute
+        ``asks_late = True``. One that has to wait may call ``meanwhile()``, if there is that
+        method: it has work which is due sooner or later.
 
         `landed` is called with the indices that are complete (and verified, where digests are
         on), in plan order, each once.

@@ -122,6 +122,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         if isinstance(receiver, LeadReceiver | FollowReceiver) and isinstance(sink, StagedSink):
             layout = info.metadata_digest
             sink.share(partial(receiver.map, layout=layout, round=info.round, stall=info.stall_s))
+        sink.looks_late = bool(getattr(receiver, "asks_late", False))
         sink.begin(metadata, aliases=info.aliases)
 
     def _get_ready(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:

@@ -1,0 +1,227 @@
+"""Rounds in which both models are looked at while the tensors are on their way."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from fake_gpu import FakeMemory
+from torch import nn
+
+import aiosync
+from aiosync import glance as glances
+from aiosync.engines import ipc as ipc_engines
+from aiosync.engines.ipc import IPCTrainerWeightTransferEngine
+from aiosync.glance import Looking
+from aiosync.targets import Writes
+
+KNOWN = 3
+"""Rounds until both sides know their models."""
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+
+def model(layers=6):
+    torch.manual_seed(layers)
+    return nn.Sequential(*(Layer() for _ in range(layers)))
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Device memory that both engines of this process see."""
+    found = FakeMemory()
+    monkeypatch.setattr(glances, "_RUN", 2)
+    monkeypatch.setattr(ipc_engines, "open_memory", lambda device, who: found)
+    monkeypatch.setattr(ipc_engines, "own_device", lambda device: (device, "gpu-a"))
+    return found
+
+
+class Pair:
+    """A trainer and a worker."""
+
+    def __init__(self, memory, trainer, theirs, worker):
+        self.memory, self.trainer, self.theirs, self.worker = memory, trainer, theirs, worker
+        self.ours = trainer.source.module
+        self.version = 0
+
+    async def round(self):
+        self.version += 1
+        self.memory.own(*self.ours.parameters())
+        with torch.no_grad():
+            for parameter in self.ours.parameters():
+                parameter.uniform_()
+        return await self.trainer.send_weights(version=self.version)
+
+    async def good_round(self):
+        report = await self.round()
+        ours, theirs = self.ours.state_dict(), self.theirs.state_dict()
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, theirs[name]), name
+        assert self.worker.version.label == self.version
+        return report
+
+
+@contextlib.asynccontextmanager
+async def pair(memory, *, sink="in_place", verify="digest", **options):
+    ours, theirs = model(), model()
+    config = aiosync.WeightTransferConfig("ipc", sink=sink, verify=verify)
+    worker = aiosync.WeightTransferEngineFactory.create_engine(
+        config, None, torch.device("cpu"), theirs
+    )
+    async with worker, aiosync.serve(worker) as server:
+        trainer = IPCTrainerWeightTransferEngine(
+            client=aiosync.HTTPVLLMWeightSyncClient(server.url),
+            source=aiosync.ModuleSource(ours),
+            packed=True,
+            device="cpu",
+            **options,
+        )
+        async with trainer:
+            await trainer.initialize()
+            yield Pair(memory, trainer, theirs, worker)
+
+
+@pytest.fixture
+def looked(monkeypatch):
+    """How far each look had to go that began late, by what was done with it."""
+    calls = []
+    original = Looking.reaches
+
+    def reaches(self, count):
+        calls.append(count)
+        return original(self, count)
+
+    monkeypatch.setattr(Looking, "reaches", reaches)
+    return calls
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verify", ["counts", "digest"])
+@pytest.mark.parametrize("sink", ["in_place", "staged"])
+async def test_known_models_are_looked_at_as_their_tensors_travel(memory, looked, sink, verify):
+    async with pair(memory, sink=sink, verify=verify) as both:
+        for _ in range(KNOWN):
+            await both.good_round()
+        before = len(looked)
+        for _ in range(3):
+            report = await both.good_round()
+            assert not report.notes
+        assert len(looked) > before
+        assert both.trainer.sender.knows(both.trainer.source._glance.addresses)
+
+
+def replace(net):
+    net[3].one.weight = nn.Parameter(torch.ones(4, 4))
+
+
+def move(net):
+    net[4].two.weight.data = torch.ones(4, 4)
+
+
+def first(net):
+    net[0].one.weight = nn.Parameter(torch.ones(4, 4))
+
+
+def last(net):
+    net[-1].two.weight = nn.Parameter(torch.ones(4, 4))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sink", ["in_place", "staged"])
+@pytest.mark.parametrize("change", [replace, move, first, last])
+async def test_a_trainer_whose_tensors_moved_begins_again(memory, sink, change):
+    async with pair(memory, sink=sink) as both:
+        for _ in range(KNOWN + 1):
+            await both.good_round()
+        change(both.ours)
+        report = await both.good_round()
+        assert bool(report.notes) == (change is not first)
+        for _ in range(KNOWN):
+            assert not (await both.good_round()).notes
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sink", ["in_place", "staged"])
+@pytest.mark.parametrize("change", [replace, move, first, last])
+async def test_a_worker_whose_tensors_moved_is_written_where_they_are(memory, sink, change):
+    async with pair(memory, sink=sink) as both:
+        for _ in range(KNOWN + 1):
+            await both.good_round()
+        change(both.theirs)
+        for _ in range(KNOWN):
+            assert not (await both.good_round()).notes
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sink", ["in_place", "staged"])
+async def test_models_that_both_grew_get_the_new_tensors(memory, sink):
+    async with pair(memory, sink=sink) as both:
+        for _ in range(KNOWN + 1):
+            await both.good_round()
+        for net in (both.ours, both.theirs):
+            net.append(Layer())
+        for _ in range(KNOWN):
+            await both.good_round()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sink", ["in_place", "staged"])
+async def test_a_worker_that_no_longer_fits_fails_the_round_and_can_be_mended(memory, sink):
+    async with pair(memory, sink=sink) as both:
+        for _ in range(KNOWN + 1):
+            await both.good_round()
+        right = both.theirs[4].two.weight
+        both.theirs[4].two.weight = nn.Parameter(torch.ones(2, 4))
+        with pytest.raises(aiosync.AiosyncError, match=r"4.two.weight"):
+            await both.round()
+        if sink == "staged":
+            assert both.worker.weights == "intact"
+        both.theirs[4].two.weight = right
+        await both.good_round()
+
+
+@pytest.mark.asyncio
+async def test_freed_memory_is_looked_for_before_anybody_reads_there(memory):
+    async with pair(memory) as both:
+        for _ in range(KNOWN + 1):
+            await both.good_round()
+        addresses = both.trainer.source._glance.addresses
+        assert both.trainer.sender.knows(addresses)
+        memory.reallocate(both.ours[1].one.weight)
+        assert not both.trainer.sender.knows(addresses)
+        assert not (await both.good_round()).notes
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_that_recovers_by_hand_looks_first(memory):
+    async with pair(memory, recover="manual") as both:
+        for _ in range(KNOWN + 1):
+            await both.good_round()
+        last(both.ours)
+        assert not (await both.good_round()).notes
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_changes_while_its_tensors_arrive_is_not_committed(memory, monkeypatch):
+    async with pair(memory) as both:
+        for _ in range(KNOWN + 1):
+            await both.good_round()
+        seen = Writes.are_seen
+
+        def changed_meanwhile(self, count=None):
+            if count is None:
+                both.theirs[0].one.weight = nn.Parameter(torch.ones(4, 4))
+                self.looking.failed = True  # the run it is in was looked at already
+            return seen(self, count)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Writes, "are_seen", changed_meanwhile)
+            with pytest.raises(aiosync.AiosyncError, match="replaced, renamed or moved"):
+                await both.round()
+        await both.good_round()
