@@ -7,7 +7,7 @@ from typing import final
 import torch
 
 from aiosync.module_walk import DEVICE
-from aiosync.writing import note_written, write
+from aiosync.writing import write
 from transports.address_copy import AddressCopy
 from transports.copy_batches import SameBatches
 from transports.copy_team import copy_together
@@ -18,6 +18,8 @@ from transports.plain_memory import addresses_of
 @final
 class SameCopies:
     """`write` for `Writes.plain` and sources of the same dtypes and shapes, in every round.
+
+    Autograd may not hear of it.
 
     The addresses are those that both sides had when they were last looked at, if anybody has.
     """
@@ -36,7 +38,6 @@ class SameCopies:
         known: tuple[list[int] | None, list[int] | None] = (None, None),
     ) -> None:
         if self._again_on_device(targets, known):
-            note_written(targets)
             return
         nbytes = [tensor.nbytes for tensor in targets]
         devices = set(map(DEVICE, targets)) | set(map(DEVICE, sources))
@@ -56,7 +57,6 @@ class SameCopies:
                 write(zip(targets, sources, strict=True))
                 return
             copy_together(self._batches(into, out_of, nbytes))
-        note_written(targets)
 
     def _again_on_device(
         self, targets: list[torch.Tensor], known: tuple[list[int] | None, list[int] | None]

@@ -244,11 +244,15 @@ class Sink(ABC):
         if not self._finish_look():
             self.check_model()
 
-    def look_meanwhile(self) -> None:
-        """The transport has nothing to do but to wait: what has to be looked at later, now."""
+    def look_meanwhile(self, count: int | None) -> None:
+        """The transport would have to wait: look at what has to be looked at later.
+
+        Args:
+            count: How much of the announced tensors it waits for; None: it waits for the end.
+        """
         writes = self._found.writes
         if self._looks_last and isinstance(writes, Writes):
-            writes.are_seen()
+            writes.are_seen(count)
 
     def _finish_look(self) -> bool:
         """Complete a late look at the model; False: there was none, all was looked at before."""

@@ -135,7 +135,10 @@ class StagedSink(Sink):
             if self._swap is None:
                 self._swap = SameCopies()
             known = (writes.addresses, self._arena.addresses)
-            self._swap(writes.plain(0, len(writes)), self._views, known=known)
+            targets = writes.plain(0, len(writes))
+            self._swap(targets, self._views, known=known)
+            if writes.is_tracked:
+                note_written(targets)
             return
         copies = [
             (target, self._handed[index])
@@ -212,7 +215,8 @@ class InPlaceSink(Sink):
 
     def _take(self, indices: list[int]) -> None:
         if self._plain is not None:
-            note_written(_runs_of(self._plain, indices))
+            if self._plain.is_tracked:
+                note_written(_runs_of(self._plain, indices))
             for index in indices if self._handed else ():
                 self._handed.pop(index, None)
             return

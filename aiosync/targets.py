@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,10 +19,13 @@ from aiosync.overlaps import check_disjoint, lie_apart, overlaps_itself, span_of
 from aiosync.places import Places, region_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from aiosync.metadata import ParamMeta
     from statemachines.tables import Weights
+
+
+_REQUIRES_GRAD: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
 
 class Destinations(NamedTuple):
@@ -77,9 +81,11 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
             and not made in inference mode: then `plain` has them as they are. Else None.
         addresses: Where those are, if that is known.
         looking: The look at the model that is still under way; None: all was looked at before.
+        is_tracked: Whether autograd is told of what is written to addresses: one of them requires
+            a gradient.
     """
 
-    __slots__ = ("_more", "_single", "addresses", "device", "looking")
+    __slots__ = ("_more", "_single", "addresses", "device", "is_tracked", "looking")
 
     @property
     def are_single(self) -> bool:
@@ -87,18 +93,31 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
         return not self._more
 
     def __init__(
-        self, names: Names, tensors: Mapping[str, torch.Tensor], device: torch.device | None
+        self,
+        names: Names,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device | None,
+        *,
+        is_tracked: bool = True,
     ) -> None:
         self._single: list[Any] = list(map(tensors.get, names.single))
         self._more = {i: [tensors[name] for name in group] for i, group in names.more.items()}
         self.addresses: list[int] | None = None
         self.device = device
         self.looking: Looking | None = None
+        self.is_tracked = is_tracked
 
     @classmethod
-    def of(cls, looking: Looking, addresses: list[int], device: torch.device | None) -> Writes:
+    def of(
+        cls,
+        looking: Looking,
+        addresses: list[int],
+        device: torch.device | None,
+        *,
+        is_tracked: bool,
+    ) -> Writes:
         """One tensor for each position, as a look at the model finds them."""
-        made = cls(Names(()), {}, device)
+        made = cls(Names(()), {}, device, is_tracked=is_tracked)
         made.addresses, made.looking = addresses, looking
         return made
 
@@ -184,13 +203,14 @@ class Matcher:
     It keeps names and addresses, never tensors: memory that the model gives up is free at once.
     """
 
-    __slots__ = ("_device", "_glance", "_key", "_match", "_places")
+    __slots__ = ("_device", "_glance", "_is_tracked", "_key", "_match", "_places")
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._glance: Glance | None = None
         self._places: Places | None = None
         self._device: torch.device | None = None  # see `Writes`
+        self._is_tracked = True  # likewise
         self._match = _Match(Names([]), [], [], 0)
 
     def find(
@@ -227,11 +247,14 @@ class Matcher:
             self._places = None
             self._match = _matched(found, metadata, aliases, partial=partial)
             self._key, self._places = key, Places(tensors)
-            self._device = _common_device(self._match.names, tensors)
+            written = list(map(tensors.__getitem__, self._match.names.all()))
+            self._device = _common_device(self._match.names, written)
+            self._is_tracked = any(map(_REQUIRES_GRAD, written))
         elif self._device is not None:  # it seems to stay as it is
             self._glance = Glance.of(model, tensors, self._match.names.single)
         names, ties, left_out, skipped = self._match
-        return Destinations(Writes(names, tensors, self._device), ties, left_out, skipped)
+        writes = Writes(names, tensors, self._device, is_tracked=self._is_tracked)
+        return Destinations(writes, ties, left_out, skipped)
 
     def _at_a_glance(
         self,
@@ -247,7 +270,8 @@ class Matcher:
         if glance is None or self._key is None:
             return None
         if self._key[:3] == (metadata, dict(aliases), partial):
-            writes = Writes.of(Looking(glance, model), glance.addresses, self._device)
+            looking = Looking(glance, model)
+            writes = Writes.of(looking, glance.addresses, self._device, is_tracked=self._is_tracked)
             # What changes a model changes its first tensors, most of the time.
             if writes.are_seen(1 if late else None):
                 _, ties, left_out, skipped = self._match
@@ -262,8 +286,7 @@ class Matcher:
         return self._places is None or self._places.hold(model_tensors(model).tensors)
 
 
-def _common_device(names: Names, tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
-    written = list(map(tensors.__getitem__, names.all()))
+def _common_device(names: Names, written: list[torch.Tensor]) -> torch.device | None:
     devices = set(map(DEVICE, written))
     if names.more or len(devices) != 1 or not are_plain(written):
         return None

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from transports.stream import Progress
     from transports.waker import Waker
 
-_BATCH_NBYTES = 1 << 30
+# A launch takes some 0.1 ms of the host. So few are many tensors cut into that what was looked at
+# is soon copied:
+# it takes longer to look at them than to copy them.
+_BATCH_NBYTES = 2 << 30
+_BATCH_TENSORS = 512
 _AHEAD = 3  # batches that are queued before the first of them is waited for
 _DRAIN_S = 5.0
 
@@ -78,7 +82,8 @@ class DeviceCopier:
         self.clear()
         memory, sizes = self._memory, layout.plan.sizes
         made = []
-        for indices in layout.batches(_BATCH_NBYTES if takes_all else self._small):
+        nbytes, tensors = (_BATCH_NBYTES, _BATCH_TENSORS) if takes_all else (self._small, 1)
+        for indices in layout.batches(nbytes, tensors=tensors):
             some = [sizes[index] for index in indices]
             digest = None
             if verifies:
@@ -103,7 +108,7 @@ class DeviceCopier:
             await_ready: Waits until that many tensors of the plan may be read.
         """
         takes_all = bool(getattr(destination, "takes_all", False))
-        meanwhile: Callable[[], None] | None = getattr(destination, "meanwhile", None)
+        meanwhile: Callable[[int | None], None] = getattr(destination, "meanwhile", _nothing)
         batches = self._batches_of(layout, takes_all=takes_all, verifies=verifies)
         under_way: deque[tuple[_Batch, Mark, Sequence[torch.Tensor]]] = deque()
         values: list[torch.Tensor] = []
@@ -126,6 +131,7 @@ class DeviceCopier:
                 if not takes_all or self._right.get(number) != to:
                     self._check(layout.plan, batch.indices, targets)
                     self._right[number] = to
+                meanwhile(batch.indices[-1] + 1)
                 await_ready(batch.indices[-1] + 1)
                 batch.copy(to, _those(addresses, batch.indices))
                 if batch.digest is not None:
@@ -133,8 +139,7 @@ class DeviceCopier:
                 under_way.append((batch, mark_current(device), targets))
                 # Memory that is there anyway costs nothing: the device has all of its work at once.
                 settle(len(batches) if takes_all else _AHEAD)
-            if meanwhile is not None:
-                meanwhile()
+            meanwhile(None)
             settle(0)
         except BaseException:
             # Nothing may be written any more when this returns.
@@ -204,6 +209,10 @@ class DeviceCopier:
             with suppress(RuntimeError, PhaseTimeout):
                 poll(mark, lambda: None, limit=_DRAIN_S)
             raise
+
+
+def _nothing(count: int | None) -> None:
+    del count
 
 
 def _those(addresses: Sequence[int], indices: list[int]) -> list[int]:

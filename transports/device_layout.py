@@ -49,14 +49,14 @@ class DeviceLayout:
         """Chunk 0 and those of the ring."""
         return 1 + len(self.ring.chunks)
 
-    def batches(self, nbytes: int) -> Iterator[list[int]]:
-        """The resident tensors in runs of about as many bytes."""
+    def batches(self, nbytes: int, *, tensors: int = 1) -> Iterator[list[int]]:
+        """The resident tensors in runs of about as many bytes; twice that where there are few."""
         run: list[int] = []
         total = 0
         for index in self.resident:
             run.append(index)
             total += self.plan.sizes[index]
-            if total >= nbytes:
+            if total >= nbytes and (len(run) >= tensors or total >= 2 * nbytes):
                 yield run
                 run, total = [], 0
         if run:

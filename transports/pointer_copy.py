@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TILE = 64 << 10  # bytes that one block of threads copies
-_THREADS = 256
-_GENTLE = 64  # blocks of threads at once: some hundred GB/s, the memory stays free for others
+_TILE = 32 << 10  # bytes that one block of threads copies
+_THREADS = 512
+_GENTLE = 32  # blocks of threads at once: some hundred GB/s, the memory stays free for others
 _SOURCE = """
 extern "C" __global__ void copy_tiles(
     const long long* to, const long long* from, const long long* sizes,

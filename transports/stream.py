@@ -214,8 +214,8 @@ class Receiver(Protocol):
         have ``known(indices)``: the addresses that those had when they were last looked at, each
         contiguous and of its tensor's size; None where nobody has. A receiver that asks for all of
         them shortly before it writes to them, in plan order, has an attribute
-        ``asks_late = True``. One that has to wait may call ``meanwhile()``, if there is that
-        method: it has work which is due sooner or later.
+        ``asks_late = True``. One that has to wait until that many tensors, or all (None), are
+        there may call ``meanwhile(count)``, if there is that method, which does what else is due.
 
         `landed` is called with the indices that are complete (and verified, where digests are
         on), in plan order, each once.
