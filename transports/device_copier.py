@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from transports.waker import Waker
 
 # A launch takes some 0.1 ms of the host. So few are many tensors cut into that what was looked at
-# is soon copied:
-# it takes longer to look at them than to copy them.
+# is soon copied: it takes longer to look at them than to copy them.
 _BATCH_NBYTES = 2 << 30
 _BATCH_TENSORS = 512
 _AHEAD = 3  # batches that are queued before the first of them is waited for
