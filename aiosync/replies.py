@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from aiosync.errors import AiosyncError, ProtocolMismatch, Validation
 from aiosync.messages import ErrorInfo, error_type, read_peer, to_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 SHOWN = 200
 _TRUNCATED = "the body ended before its announced end"
@@ -47,10 +48,14 @@ _FAILED_STATUS = re.compile(r"(error|fail\w*|aborted|rejected|refused|denied|tim
 
 
 class RawReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What came over the wire, before anybody believed it."""
+    """What came over the wire, before anybody believed it.
+
+    Attributes:
+        headers: By names in lower case, or in any case.
+    """
 
     status: int
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     body: bytes
     url: str
     cut_off: bool = False
