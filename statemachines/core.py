@@ -72,6 +72,6 @@ class Core:
             return False
         dest = legal[0].dest
         assert dest is not None  # no rule is without
-        self._machine.set_state(dest, self._model)
+        self._model.state = dest
         self._record(str(trigger), source, dest, facts)
         return True
