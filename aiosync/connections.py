@@ -304,8 +304,8 @@ async def _read_body(response: aiohttp.ClientResponse) -> RawReply:
     limit = DEFAULTS.reply_limit_bytes
     truncated = False
     try:
-        async for data in response.content.iter_any():
-            body += data
+        while not response.content.at_eof():
+            body += await response.content.readany()
             if len(body) > limit:
                 response.close()  # the rest is neither read nor kept
                 break

@@ -190,7 +190,8 @@ def call_instant(owner: object, bare: Callable[..., Any]) -> None:
 
 
 def _is_async(method: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(inspect.unwrap(_plain(method)))
+    plain = _plain(method)
+    return plain in _AT_ONCE or inspect.iscoroutinefunction(inspect.unwrap(plain))
 
 
 def _name_of(method: Callable[..., Any]) -> str:
