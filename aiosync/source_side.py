@@ -83,23 +83,27 @@ class SourceSide:
                 return known
             return announced, SourceFeed(source, rank=self._rank)
 
-        if not self._is_as_before():
+        if not self._is_as_before(late=late):
             self._feed = await self.lane.run(read, grace=grace)
         assert self._feed is not None
         return self._feed[1]
 
-    def _is_as_before(self) -> bool:
+    def _is_as_before(self, *, late: bool) -> bool:
         """Whether a glance on the loop is enough to see that nothing has changed since last time.
 
-        At a module that is small, that nobody has to be asked for, and that nothing on its lane
-        may be changing now: a lane's turn takes longer than such a glance.
+        At a module that is small or looked at late, that nobody has to be asked for, and that
+        nothing on its lane may be changing now: a lane's turn takes longer than such a glance.
         """
         source, known, lane = self.source, self._feed, self.lane
-        if known is None or type(source) is not ModuleSource or len(known[0]) > _AT_A_GLANCE:
+        if known is None or type(source) is not ModuleSource:
             return False
         if source.session is not None or source.run_in is not None:
             return False
         if lane.poisoned or lane.busy or lane.statistics().waiting:
+            return False
+        if late and source.look_late():
+            return True
+        if len(known[0]) > _AT_A_GLANCE:
             return False
         source.notice_changes()
         # Of a module that has changed it keeps none; what it then has to say is found on the lane.
