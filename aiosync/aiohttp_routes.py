@@ -79,8 +79,8 @@ async def _read(request: web.Request, limit: int) -> bytes:
 
 async def _all_of(request: web.Request, limit: int) -> bytes:
     body = bytearray()
-    async for data in request.content.iter_any():
-        body += data
+    while not request.content.at_eof():
+        body += await request.content.readany()
         if len(body) > limit:
             raise too_large("body", limit)
     return bytes(body)

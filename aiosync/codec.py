@@ -129,7 +129,9 @@ def media_type(content_type: str | None) -> str:
 
 def accepts_msgpack(accept: str | None) -> bool:
     """Whether an Accept header asks for msgpack."""
-    return any(media_type(part) in _MSGPACK_NAMES for part in (accept or "").split(","))
+    return accept is not None and any(
+        media_type(part) in _MSGPACK_NAMES for part in accept.split(",")
+    )
 
 
 def refuse_pickles(obj: Any, *, at: str = "$") -> None:

@@ -314,7 +314,7 @@ class Milestone:
     """Something that happens once: ``await it``, ``it.is_set()``, ``await it.wait()``."""
 
     def __init__(self) -> None:
-        self._event = anyio.Event()
+        self._event = asyncio.Event()
         self._then: list[Callable[[], None]] = []
 
     def set(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, final
 from urllib.parse import urlsplit
 
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = "http://host:port, http://[::1]:port or unix:///path/to.sock"
 _OK = 200
+_AS_BYTES = 1 << 16
 _REUSE_S = 1.0  # a connection that was idle for longer is not used again
 
 
@@ -197,13 +197,8 @@ class Connections:
         )
         return _Scope(session, owned=True, token=token)
 
-    def _request(
-        self, method: str, route: str, *, read_timeout: float | None, **options: Any
-    ) -> _Request:
-        return _Request(self, method, route, read_timeout, options)
-
     def _ask(
-        self, method: str, route: str, read_timeout: float | None, options: dict[str, Any]
+        self, method: str, route: str, *, read_timeout: float | None, **options: Any
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         scope = self._scopes[asyncio.get_running_loop()]
         headers = {"Accept-Encoding": "identity", **self._headers, **options.pop("headers", {})}
@@ -240,14 +235,17 @@ class Connections:
         """
         options: dict[str, Any] = {"params": query}
         if body is not None:
-            # As a file: aiohttp warns of large bytes.
-            options |= {"data": io.BytesIO(body), "headers": {"Content-Type": JSON}}
+            # Large ones as a file: aiohttp warns of large bytes.
+            data = body if len(body) <= _AS_BYTES else io.BytesIO(body)
+            options |= {"data": data, "headers": {"Content-Type": JSON}}
         try:
-            async with (
-                asyncio.timeout(timeout),
-                self._request(method, route, read_timeout=None, **options) as response,
-            ):
-                return await _read_body(response)
+            async with asyncio.timeout(timeout):
+                await self.open()
+                try:
+                    async with self._ask(method, route, read_timeout=None, **options) as response:
+                        return await _read_body(response)
+                finally:
+                    await self.close()
         except (aiohttp.ClientError, OSError) as error:
             self._lost(error, phase, route, timeout)
 
@@ -262,11 +260,15 @@ class Connections:
         """
         server = self.endpoint.name
         try:
-            async with self._request("GET", route, read_timeout=silence, params=query) as response:
-                if response.status != _OK:
-                    raise read_error(await _read_body(response), replica=server, phase=route)
-                async for line in _lines(response.content):
-                    yield decode_json(line, dict[str, Any], what="line")
+            await self.open()
+            try:
+                async with self._ask("GET", route, read_timeout=silence, params=query) as response:
+                    if response.status != _OK:
+                        raise read_error(await _read_body(response), replica=server, phase=route)
+                    async for line in _lines(response.content):
+                        yield decode_json(line, dict[str, Any], what="line")
+            finally:
+                await self.close()
         except Validation as error:
             if isinstance(error, RemoteError):
                 raise
@@ -297,36 +299,13 @@ class Connections:
         raise PeerLost(f"{what}: the connection broke: {text}", **where) from error
 
 
-@final
-class _Request:
-    """One request, until its answer is read. A class: see `aiosync.members.opened`."""
-
-    def __init__(self, connections: Connections, *what: Any) -> None:
-        self._connections = connections
-        self._what = what
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
-        connections = self._connections
-        async with self._stack as stack:
-            await connections.open()
-            stack.push_async_callback(connections.close)
-            asking = connections._ask(*self._what)  # noqa: SLF001 - its own part
-            response = await stack.enter_async_context(asking)
-            self._stack = stack.pop_all()
-            return response
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._stack.aclose()
-
-
 async def _read_body(response: aiohttp.ClientResponse) -> RawReply:
     body = bytearray()
     limit = DEFAULTS.reply_limit_bytes
     truncated = False
     try:
-        async for data in response.content.iter_any():
-            body += data
+        while not response.content.at_eof():
+            body += await response.content.readany()
             if len(body) > limit:
                 response.close()  # the rest is neither read nor kept
                 break
@@ -334,7 +313,7 @@ async def _read_body(response: aiohttp.ClientResponse) -> RawReply:
         truncated = True
     return RawReply(
         status=response.status,
-        headers={key.lower(): value for key, value in response.headers.items()},
+        headers=response.headers,
         body=bytes(body[:limit]),
         url=str(response.url),
         cut_off=len(body) > limit,

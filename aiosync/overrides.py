@@ -51,6 +51,7 @@ _INSIDE: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "aiosync_inside_step", default=frozenset()
 )
 _AT_ONCE: set[Callable[..., Any]] = set()
+_INSTANT: set[Callable[..., Any]] = set()
 
 
 class Step(Protocol[P, R_co]):
@@ -97,6 +98,16 @@ def at_once(method: F) -> F:
     """Of a step of ours: once it is cancelled it ends by itself, so it needs no task of its own."""
     _AT_ONCE.add(method)  # no attribute of it: a decorator would hand that on
     return method
+
+
+def instant(method: F) -> F:
+    """Of a step of ours that is `at_once`: it awaits nothing."""
+    _INSTANT.add(method)
+    return at_once(method)
+
+
+def is_instant(bare: Callable[..., Any]) -> bool:
+    return _plain(bare) in _INSTANT
 
 
 def wrap_steps(cls: type, cycles: Mapping[str, str]) -> None:
@@ -166,8 +177,21 @@ async def call_step(
         _INSIDE.reset(token)
 
 
+def call_instant(owner: object, bare: Callable[..., Any]) -> None:
+    """`call_step` of an instant one, without a task."""
+    token = _INSIDE.set(_INSIDE.get() | {id(owner)})
+    try:
+        bare().send(None)
+    except StopIteration:
+        return
+    finally:
+        _INSIDE.reset(token)
+    raise RuntimeError(f"{_name_of(bare)} of {type(owner).__name__} awaits something")
+
+
 def _is_async(method: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(inspect.unwrap(_plain(method)))
+    plain = _plain(method)
+    return plain in _AT_ONCE or inspect.iscoroutinefunction(inspect.unwrap(plain))
 
 
 def _name_of(method: Callable[..., Any]) -> str:

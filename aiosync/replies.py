@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,13 @@ from aiosync.client_protocol import Readiness, Reply
 from aiosync.codec import convert, decode_json
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, ProtocolMismatch, Validation
-from aiosync.messages import ErrorInfo, error_type, read_peer, to_error
+from aiosync.messages import PROTOCOL, ErrorInfo, PeerState, error_type, read_peer, to_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 SHOWN = 200
+_OURS = b'"aiosync"'
 _TRUNCATED = "the body ended before its announced end"
 
 # Texts of vLLM's own success replies; any other text is looked at for a confession.
@@ -46,11 +48,22 @@ _STATUS_KEYS = ("status", "code", "status_code")
 _FAILED_STATUS = re.compile(r"(error|fail\w*|aborted|rejected|refused|denied|timeout)$")
 
 
+class _Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a server of ours answers when it has done what it was asked to."""
+
+    message: str
+    aiosync: PeerState
+
+
 class RawReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What came over the wire, before anybody believed it."""
+    """What came over the wire, before anybody believed it.
+
+    Attributes:
+        headers: By names in lower case, or in any case.
+    """
 
     status: int
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     body: bytes
     url: str
     cut_off: bool = False
@@ -98,6 +111,8 @@ def _read(raw: RawReply, phase: str, replica: str, needs: str | None) -> Reply:
         raise _odd(raw, _TRUNCATED)
     if raw.status != HTTPStatus.OK:
         raise _odd(raw, "not the 200 that means success")
+    if needs is None and (done := _done(raw)) is not None:
+        return done
     message = _object(raw)
     peer = read_peer(message.get("aiosync"))
     # What was asked for may hold anything below its top level; what was done must be done whole.
@@ -108,6 +123,19 @@ def _read(raw: RawReply, phase: str, replica: str, needs: str | None) -> Reply:
     elif peer is None and not _says_success(message):
         raise _odd(raw, "no explicit success")
     return Reply(message, peer)
+
+
+def _done(raw: RawReply) -> Reply | None:
+    """The reply, if it is nothing but our own words for success: it has no room for others."""
+    if _OURS not in raw.body:
+        return None
+    try:
+        done = decode_json(raw.body, _Done, what="reply")
+    except Validation:
+        return None
+    if done.aiosync.protocol != PROTOCOL:
+        return None
+    return Reply({"message": done.message}, done.aiosync)
 
 
 def _object(raw: RawReply) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, final
 
 import anyio
@@ -270,7 +269,7 @@ class WeightUpdateService:
             status=status,
             body=codec.encode_msgpack(reply) if packed else codec.encode_json(reply),
             content_type=codec.MSGPACK if packed else codec.JSON,
-            headers=extra or {},
+            headers={} if extra is None else {**extra},
         )
 
 
@@ -278,7 +277,8 @@ def _tagged(response: Response, headers: Mapping[str, str]) -> Response:
     number = headers.get("x-request-id")
     if number is None or "X-Request-Id" in response.headers:
         return response
-    return replace(response, headers={**response.headers, "X-Request-Id": number})
+    response.headers["X-Request-Id"] = number
+    return response
 
 
 async def give_up(engine: ServedEngine) -> None:

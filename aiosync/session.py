@@ -10,7 +10,8 @@ per round, owned by the engine, that lives from ``start`` until the round's end.
   illegal order is thus raised to the caller who caused it and never reaches the session.
 * A handler does no work of its own. It hands a job to the session (`do`) and waits for the
   outcome. If the handler's client goes away, the handler dies and the job goes on; a commit is
-  therefore never half done because somebody hung up.
+  therefore never half done because somebody hung up. Only what awaits nothing may be done in the
+  handler's own step (`do_now`): nothing can come in between there.
 * Jobs run one after the other, in order of arrival. The first job that raises ends the session:
   its own caller gets the exception itself, later and waiting callers get it as their error.
 * The *lease* ends a session nobody cares for. It is renewed by requests of the owner and by bytes
@@ -51,7 +52,7 @@ class _Job:
 
     def __init__(self, fn: Callable[[], Awaitable[Any]]) -> None:
         self.fn = fn
-        self.done = anyio.Event()
+        self.done = asyncio.Event()
         self.callers = 0
         self.result: Any = None
         self.error: BaseException | None = None
@@ -94,8 +95,8 @@ class Session:
         self._current: _Job | None = None
         self._waiting: list[_Job] = []
         self._named: dict[str, _Job] = {}
-        self._wake = anyio.Event()
-        self._over = anyio.Event()
+        self._wake = asyncio.Event()
+        self._over = asyncio.Event()
         self._scope = anyio.CancelScope()
         self._reason: BaseException | None = None
         self._closing = False
@@ -178,6 +179,31 @@ class Session:
                 del error  # of a frame that its own traceback holds
         return job.result
 
+    async def do_now(self, fn: Callable[[], object], *, key: str) -> None:
+        """`do` of a plain function that does not block; here and now, if nothing else is in hand.
+
+        What it raises ends the session like the error of any job.
+        """
+        errors: list[BaseException] = []
+
+        async def job() -> None:
+            if errors:
+                raise errors.pop()
+            fn()
+
+        ended = self.over or self._closing or self._reason is not None
+        if not (ended or self._current or self._waiting or key in self._named):
+            try:
+                fn()
+            except BaseException as error:  # noqa: BLE001  raised by the job
+                errors.append(error)
+            else:
+                self.touch()
+                self._named[key] = done = _Job(job)
+                done.done.set()
+                return
+        await self.do(job, key=key)
+
     @property
     def asked(self) -> list[str]:
         """Which of the named jobs were handed in so far."""
@@ -210,7 +236,7 @@ class Session:
             while not self._waiting:
                 if self._closing:
                     return
-                self._wake = anyio.Event()
+                self._wake = asyncio.Event()
                 await self._wake.wait()
             job = self._current = self._waiting.pop(0)
             try:

@@ -32,12 +32,26 @@ class Ending:
         self.cycle = cycle
         self.commits = 0
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether nothing is left to `prepare`: what came was verified as it came."""
+        session, engine = self.cycle.session, self.cycle.engine
+        deferred = session is None or session.deferred is not None
+        return not deferred and engine.verified_round == self.cycle.ownership.last_round
+
+    def finalize(self) -> None:
+        """The round's input is complete."""
+        engine, number = self.cycle.engine, self.cycle.ownership.last_round
+        if engine.state is not State.FINALIZING:
+            nbytes = engine.received_bytes()
+            engine.machine.fire(Trigger.FINALIZE, round=number, nbytes=nbytes)
+
     async def prepare(self) -> None:
         cycle, engine = self.cycle, self.cycle.engine
         if engine.state is State.FINALIZING:
             return
         number = cycle.ownership.last_round
-        engine.machine.fire(Trigger.FINALIZE, round=number, nbytes=engine.received_bytes())
+        self.finalize()
         await engine.drain_pending()
         if engine.uses_sink:
             if cycle.sink is None:

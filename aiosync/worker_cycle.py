@@ -18,7 +18,7 @@ from aiosync.driven import DrivenRounds
 from aiosync.errors import Fenced, RoundCancelled, Validation
 from aiosync.foreign import LeftBehind, all_ended
 from aiosync.lane_calls import LaneCalls
-from aiosync.overrides import call_step
+from aiosync.overrides import call_instant, call_step, is_instant
 from aiosync.ownership import Ownership
 from aiosync.session import Session
 from aiosync.version import check_label, check_successor, label_of
@@ -128,7 +128,10 @@ class WorkerCycle:
         self.supervisor.start(
             session.run(), name=f"{engine.name}-round-{number}", after=session.ensure_over
         )
-        await session.do(functools.partial(self.step, bare), key="start")
+        if is_instant(bare):
+            await session.do_now(functools.partial(call_instant, engine, bare), key="start")
+        else:
+            await session.do(functools.partial(self.step, bare), key="start")
 
     async def receive(
         self, bare: Callable[..., Any], update_info: Any, *, header: RoundHeader | None = None
@@ -154,7 +157,11 @@ class WorkerCycle:
 
     async def prepare(self, *, header: RoundHeader | None = None) -> None:
         self.ownership.check(header, "prepare")
-        await self._open_session("prepare", header).do(self.ending.prepare, key="prepare")
+        session = self._open_session("prepare", header)
+        if self.ending.is_prepared:
+            await session.do_now(self.ending.finalize, key="prepare")
+        else:
+            await session.do(self.ending.prepare, key="prepare")
 
     async def finish(
         self,

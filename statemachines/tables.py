@@ -125,6 +125,9 @@ class Table:
     _targets: dict[tuple[str, str], str] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
+    _allowed: dict[str, tuple[str, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -133,6 +136,9 @@ class Table:
                 if (source, rule.trigger) in self._targets:
                     self._refuse(f"two targets for {str(rule.trigger)!r} in state {str(source)!r}")
                 self._targets[source, rule.trigger] = rule.dest
+        for state in self.states:
+            legal = (trigger for trigger in self.triggers if (state, trigger) in self._targets)
+            self._allowed[state] = tuple(legal)
         self._check_paths()
 
     @property
@@ -146,7 +152,7 @@ class Table:
 
     def allowed(self, state: str) -> tuple[str, ...]:
         """The triggers that are legal in `state`, in the order of the rules."""
-        return tuple(trigger for trigger in self.triggers if (state, trigger) in self._targets)
+        return self._allowed.get(state, ())
 
     def _check_names(self) -> None:
         known = set(self.states)

@@ -197,7 +197,8 @@ class Lane:
         with anyio.move_on_after(grace, shield=True):
             await call.done.wait()
             # So that no abort strikes what the caller does next.
-            await call.abort_done.wait()
+            if call.abort_done is not None:
+                await call.abort_done.wait()
 
     @property
     def name(self) -> str:

@@ -28,8 +28,8 @@ class LaneCall:
     """One `run`; every field but `done` and `token` is guarded by the worker's lock."""
 
     __slots__ = (
-        "abort", "abort_done", "args", "discard", "done", "error", "fn", "gone", "is_aborting",
-        "phase", "received", "token", "value",
+        "abort", "abort_done", "args", "discard", "done", "error", "fn", "gone", "phase",
+        "received", "token", "value",
     )  # fmt: skip
 
     def __init__(
@@ -44,12 +44,11 @@ class LaneCall:
         self.abort = abort
         self.discard = discard
         self.done = anyio.Event()
-        self.abort_done = anyio.Event()
+        self.abort_done: anyio.Event | None = None  # there once `abort` was called
         self.token = anyio.lowlevel.current_token()
         self.phase = _QUEUED
         self.value: Any = None
         self.error: BaseException | None = None
-        self.is_aborting = False
         self.gone = False  # the caller has left
         self.received = False  # the caller has the outcome
 
@@ -100,13 +99,13 @@ class LaneWorker:
         with self._lock:
             if call.phase != _RUNNING:
                 return False
-            if not call.is_aborting:
-                call.is_aborting = True
+            if call.abort_done is None:
+                call.abort_done = anyio.Event()
                 self.aborts += 1
                 if call.abort is None:
                     call.abort_done.set()
                 else:
-                    _start_abort(self.name, call, call.abort)
+                    _start_abort(self.name, call, call.abort, call.abort_done)
             return True
 
     def leave(self, call: LaneCall) -> None:
@@ -270,13 +269,13 @@ def _post(call: LaneCall, event: anyio.Event) -> bool:
     return True
 
 
-def _start_abort(name: str, call: LaneCall, abort: Callable[[], object]) -> None:
+def _start_abort(name: str, call: LaneCall, abort: Callable[[], object], done: anyio.Event) -> None:
     def body() -> None:
         try:
             abort()
         except BaseException:  # the cancelled call reports its own outcome
             logger.debug("lane %s: abort raised", name, exc_info=True)
-        _post(call, call.abort_done)
+        _post(call, done)
 
     try:
         threading.Thread(  # noqa: TID251 - an abort may block for ever (see the theory)
@@ -284,4 +283,4 @@ def _start_abort(name: str, call: LaneCall, abort: Callable[[], object]) -> None
         ).start()
     except RuntimeError:  # no more threads, or the interpreter is going down
         logger.debug("lane %s: no thread for the abort", name, exc_info=True)
-        call.abort_done.set()
+        done.set()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self, final
 from statemachines.errors import Validation
 from transports.errors import PeerLost, PhaseTimeout, TransportAborted
 from transports.forked import keep_from_children
-from transports.waker import milliseconds_until, wait_ready
+from transports.waker import wait_ready
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -245,7 +245,7 @@ class Link:
         poller.register(self._waker.fileno(), select.POLLIN)
         for fd in self.watched():
             poller.register(fd, events if fd == self._sock.fileno() else select.POLLIN)
-        happened = poller.poll(milliseconds_until(deadline))
+        happened = self._waker.poll(poller, deadline)
         self._waker.check()
         if not happened and time.monotonic() >= deadline:
             raise PhaseTimeout(f"nothing from {self.peer} in time", replica=self.peer)

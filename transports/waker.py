@@ -18,17 +18,22 @@ if TYPE_CHECKING:
 _READ = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLNVAL
 # Long enough never to matter, short enough for poll's C int of milliseconds.
 _LONGEST_POLL = 3600.0
+_LOOK_S = 50e-6
+"""How long a wait looks again and again before its thread sleeps."""
+_SOON_S = 300e-6
+"""A wait that slept no longer than this makes the next one look first."""
 
 
 @final
 class Waker:
     """Ends every wait it takes part in, from any thread, until it is reset."""
 
-    __slots__ = ("_nudged", "_read_fd", "_write_fd", "woken")
+    __slots__ = ("_looks", "_nudged", "_read_fd", "_write_fd", "woken")
 
     def __init__(self) -> None:
         self.woken = False
         self._nudged = False
+        self._looks = False
         if hasattr(os, "eventfd"):
             self._read_fd = self._write_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         else:
@@ -79,6 +84,28 @@ class Waker:
             if self.woken:  # meanwhile: what was drained was its sign
                 raise TransportAborted("told to stop")
 
+    def poll(self, poller: select.poll, deadline: float) -> list[tuple[int, int]]:
+        """``poller.poll`` until `deadline` (`time.monotonic`).
+
+        Two sides that answer each other at once do so in a few microseconds, but waking a thread
+        that sleeps takes several times as long. So while answers come soon a wait looks for a
+        moment before it sleeps; once that was for nothing, as while bytes are copied, no more.
+        """
+        if self._looks:
+            until = min(time.monotonic() + _LOOK_S, deadline)
+            while True:
+                happened = poller.poll(0)
+                now = time.monotonic()
+                if happened or now >= until:
+                    break
+                _let_others_run()
+            if happened or now >= deadline:
+                return happened
+        began = time.monotonic()
+        happened = poller.poll(milliseconds_until(deadline))
+        self._looks = bool(happened) and time.monotonic() - began < _SOON_S
+        return happened
+
     def close(self) -> None:
         fds = {self._read_fd, self._write_fd} - {-1}
         self._read_fd = self._write_fd = -1
@@ -115,7 +142,7 @@ def wait_ready(
             poller.register(fd, events if fd == link.fileno() else select.POLLIN)
     connected = False
     ready: dict[Link, None] = {}
-    for fd, events in poller.poll(milliseconds_until(deadline)):
+    for fd, events in waker.poll(poller, deadline):
         link_of_fd = by_fd.get(fd)
         if link_of_fd is None:
             connected = connected or fd != waker.fileno()
@@ -129,6 +156,9 @@ def wait_ready(
             ready[link_of_fd] = None
     waker.check()
     return list(ready), connected
+
+
+_let_others_run = getattr(os, "sched_yield", lambda: None)
 
 
 def milliseconds_until(deadline: float) -> float:

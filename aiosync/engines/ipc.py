@@ -320,8 +320,6 @@ class IPCWeightTransferEngine(StreamedWorkerEngine[IPCWeightTransferInitInfo]):
         device, self.gpu = own_device(device)
         if shares(config):
             self.gpu = None  # the host's memory, which the ranks share, comes in between
-        # One call less for the trainer, where a call is a tenth of a round.
-        self.verifies_early = self.gpu is not None
         super().__init__(config, vllm_config, device, model, **options)
 
     @property
@@ -349,6 +347,7 @@ class IPCWeightTransferEngine(StreamedWorkerEngine[IPCWeightTransferInitInfo]):
             return state
         state.detail["gpu"] = self.gpu
         session = self.cycle.session
+        # One call less for the trainer, where a call is a tenth of a round.
         if session is not None and session.number and session.number == self.verified_round:
             state.detail["verified"] = session.number
         return state

@@ -11,7 +11,7 @@ from aiosync.engines.streamed import StreamUpdateInfo, plan_of
 from aiosync.errors import Refused, Validation
 from aiosync.held_source import ByName, HeldSource
 from aiosync.metadata import from_wire, metadata_digest
-from aiosync.overrides import at_once
+from aiosync.overrides import at_once, instant
 from aiosync.sinks import StagedSink
 from aiosync.staging import receiver_at
 from aiosync.streaming import stream_in
@@ -44,8 +44,9 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     _bytes_before = 0
     _known: tuple[str, list[ParamMeta], Plan] | None = None
     _taken: tuple[str, list[ParamMeta], dict[str, str]] | None = None
-    verifies_early = False
-    """Whether a round is verified as soon as its bytes are there, and the trainer told so."""
+
+    verifies_early = True
+    """Whether a round is verified as soon as its bytes are there, not only when it is prepared."""
 
     @abstractmethod
     def open_receiver(self, init_info: Init) -> Receiver:
@@ -69,7 +70,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         """Whether another rank of the group receives for this one."""
         return self.staging is not None and self.staging.rank > 0
 
-    @at_once
+    @instant
     async def start_weight_update(self) -> None:
         self.verified_round = None
 
@@ -152,7 +153,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
             )
         return metadata, plan
 
-    @at_once
+    @instant
     async def finish_weight_update(self) -> None:
         return
 
