@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import signal
 import sys
 import time
@@ -402,11 +403,12 @@ def test_the_kernel_computes_the_defined_digest():
 
 
 @asynccontextmanager
-async def stock():
+async def stock(device=0):
     """`ipc_raw.py` as a process, and its URL."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(Path(__file__).parent / "support" / "ipc_raw.py"),
+        str(device),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -424,7 +426,7 @@ async def stock():
             await process.wait()
 
 
-async def said(url):
+async def said_by(url):
     async with aiohttp.ClientSession() as session, session.get(f"{url}/prints") as reply:
         return await reply.json()
 
@@ -455,7 +457,7 @@ async def test_a_stock_vllm_understands_our_handles(packed, kind):
                     changed(source, version)
                 report = await sync.send_weights(version=version, budget=BUDGET)
                 assert report.outcome == "committed"
-                facts = await said(url)
+                facts = await said_by(url)
                 assert facts["prints"] == models.fingerprint(tensors)
                 assert facts["calls"][-1] == f"finish {version}"
                 if packed:
@@ -485,3 +487,52 @@ async def test_a_stock_vllm_that_fails_is_heard():
             async with aiosync.connect(source, workers=[plain], backend="ipc"):
                 pass
         assert "allow_pickled_handles" in caught.value.next_step
+
+
+async def by_ranks(url, tmp_path, devices, *flags):
+    """A trainer rank on each of `devices` sends twice; what each said."""
+    async with AsyncExitStack() as stack:
+        ranks = [
+            await stack.enter_async_context(
+                program(
+                    "ipc_rank.py", url, "--rank", str(rank), "--size", str(len(devices)),
+                    "--store", str(tmp_path / "store"), "--device", device, "--kind", "large",
+                    "--limit", str(9 * MIB), *flags,
+                )
+            )
+            for rank, device in enumerate(devices)
+        ]  # fmt: skip
+
+        async def lines(process):
+            said = []
+            async with asyncio.timeout(45):
+                while line := await process.stdout.readline():
+                    said.append(json.loads(line))
+            return said
+
+        return await asyncio.gather(*map(lines, ranks))
+
+
+async def assert_sent_twice(url, said):
+    for rank in said:
+        assert [word["outcome"] for word in rank[1:]] == ["committed"] * 2, rank
+    facts = await said_by(url)
+    assert facts["prints"] == said[0][-1]["prints"]
+    assert facts["calls"][-1] == "finish 2"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("flags", [[], ["--packed"]], ids=["unpacked", "packed"])
+async def test_of_the_ranks_on_a_gpu_the_last_one_exports_to_a_stock_vllm(flags, tmp_path):
+    """Rank 0 posts what rank 1 exported: also with one GPU the memory is another process's."""
+    async with stock() as url:
+        await assert_sent_twice(url, await by_ranks(url, tmp_path, [DEVICE, DEVICE], *flags))
+
+
+@pytest.mark.asyncio
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("flags", [[], ["--packed"]], ids=["unpacked", "packed"])
+@pytest.mark.parametrize("worker", [0, 1])
+async def test_a_stock_vllm_gets_the_handles_of_the_rank_on_its_gpu(worker, flags, tmp_path):
+    async with stock(worker) as url:
+        await assert_sent_twice(url, await by_ranks(url, tmp_path, ["cuda:0", "cuda:1"], *flags))
