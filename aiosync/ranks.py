@@ -57,6 +57,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
         holding: What it contributes.
         version: What it would send; `follows` says that rank 0 may name another one.
         report: What became of this very round, where it knows.
+        payload: What a backend's ranks tell each other at this place.
     """
 
     at: str
@@ -66,6 +67,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     version: Version | None = None
     follows: bool = False
     report: Report | None = None
+    payload: bytes = b""
 
 
 _WORD = msgspec.json.Decoder(Word)

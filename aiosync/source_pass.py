@@ -118,6 +118,6 @@ class SourcePass:
                 self._keeper.take(batch)
         except Exception as error:
             self._failed = True
-            if self._ranks.size == 1:
+            if self._ranks.size == 1 or self._ranks.parted:  # a sender may meet the others, too
                 raise
             self._ranks.stop_if_unexplained(error, seconds=self._linger)

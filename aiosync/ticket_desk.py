@@ -135,13 +135,13 @@ class TicketDesk:
                 raise _refusal(f"ticket.epochs[{name!r}] is {epoch}; {held}")
 
     def check_plan(self, this: Round) -> None:
-        """Refuse a ticket for other chunks than those of the round's plan.
+        """Refuse a ticket for other chunks than those of the round's plan, on ranks that send.
 
         Raises:
             Validation: Names both digests.
         """
         ticket = this.settings.ticket
-        if ticket is None or ticket.plan_digest is None:
+        if ticket is None or ticket.plan_digest is None or not this.engine.is_sender:
             return
         digest = None if this.plan is None else this.plan.digest
         if digest != ticket.plan_digest:

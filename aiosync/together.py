@@ -18,7 +18,7 @@ from aiosync.ranks import Word, earlier, may_return
 from aiosync.reporting import make_report
 from aiosync.round_options import NEXT
 from aiosync.source_pass import SourcePass
-from aiosync.streaming import pass_along
+from aiosync.streaming import pass_along, stream_out
 from statemachines.tables import Trigger
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ async def agree(this: Round) -> None:
     named = "none" if ticket is None else f"{ticket.id} (round {ticket.round})"
     limit = time.monotonic() + earlier(anyio.current_effective_deadline() - anyio.current_time())
 
+    payload = engine.for_ranks()
+
     def meet() -> list[Word]:
         mine = Word(
             at="admit",
@@ -56,6 +58,7 @@ async def agree(this: Round) -> None:
             version=this.version,
             follows=follows,
             report=recorded,
+            payload=payload,
         )
         return ranks.meet(mine, deadline=limit)
 
@@ -66,6 +69,8 @@ async def agree(this: Round) -> None:
         check_holdings(feed.metadata, holdings, backend=engine.backend_name)
         this.source_side.agreed = feed
         this.agreed = next((word.report for word in words if word.report is not None), None)
+        if ranks.size > 1 and this.agreed is None:
+            engine.agreed(this, [word.payload for word in words])
 
     await this.source_side.lane.run(on_lane, abort=ranks.abort, grace=this.source_grace)
 
@@ -126,10 +131,24 @@ async def heard(this: Round, fn: Callable[[], Awaitable[None]]) -> None:
 
 async def take_part(this: Round) -> None:
     """The round of a rank that does not send: it stays in the source's collectives."""
-    feed, _ = this.validated()
+    feed, plan = this.validated()
     engine = this.engine
-    the_pass = SourcePass(feed, engine.ranks, None)
-    await pass_along(the_pass, grace=this.source_grace, lane=this.source_side.lane)
+    sender = engine.co_sender(this)
+    the_pass = SourcePass(feed, engine.ranks, sender, linger=this.budget.cleanup / 4)
+    grace, lane = this.source_grace, this.source_side.lane
+    if sender is None:
+        await pass_along(the_pass, grace=grace, lane=lane)
+    else:
+        await stream_out(
+            the_pass,
+            sender,
+            plan=plan,
+            readers=0,
+            round=this.number,
+            stall=this.budget.stall,
+            grace=grace,
+            lane=lane,
+        )
     this.released.set()
     engine.machine.fire(Trigger.FINALIZE, **this.facts())
 

@@ -10,13 +10,15 @@ from aiosync.config import TrainerInit as Init
 from aiosync.errors import Refused
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiosync.feed import SourceFeed
     from aiosync.members import MemberLink
     from aiosync.round import Round
     from aiosync.trainer import TrainerWeightTransferEngine
     from statemachines.hub import TransitionHub
     from transports.planning import Plan
-    from transports.stream import StreamSummary
+    from transports.stream import Sender, StreamSummary
 
 
 class TrainerHooks(ABC, Generic[Init]):
@@ -91,6 +93,17 @@ class TrainerHooks(ABC, Generic[Init]):
     def make_plan(self, feed: SourceFeed) -> Plan:
         """Cut the announced tensors into chunks; on the lane, kept until the metadata changes."""
         raise NotImplementedError(f"{type(self).__name__} has no plan")
+
+    def for_ranks(self) -> bytes:
+        """What this rank tells the trainer's other ranks when they agree on a round."""
+        return b""
+
+    def agreed(self, round: Round, told: Sequence[bytes]) -> None:
+        """They have agreed; each rank's `for_ranks`. On the lane: they may meet once more."""
+
+    def co_sender(self, round: Round) -> Sender | None:
+        """On a rank that is no sender: what takes the tensors that it iterates, if anything."""
+        return None
 
     def update_payload(self, round: Round) -> dict[str, Any] | None:
         """The update info of this round; None where `transmit` makes the update calls itself."""

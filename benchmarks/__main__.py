@@ -24,9 +24,10 @@ BENCHMARKS = {
     "events": "one transition with hooks and subscribers",
     "ipc_cuda": "whole rounds between GPU processes, beside copies on the device (needs CUDA)",
     "nccl": "whole rounds between GPU processes, beside raw broadcasts (needs CUDA)",
+    "nccl_groups": "an NCCL group made anew, beside shrink and grow (needs CUDA)",
 }
 _COLUMNS = ("name", "variant", "payload", "ours", "raw", "unit", "ratio", "target")
-_WIDTHS = (9, 46, 24, 8, 8, 17, 7, 0)
+_WIDTHS = (11, 46, 24, 8, 8, 17, 7, 0)
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.command == "list":
         for name, what in BENCHMARKS.items():
-            print(f"{name:10} {what}")
+            print(f"{name:11} {what}")
         return
     chosen = list(BENCHMARKS) if "all" in arguments.names else arguments.names
     options = Options(nbytes=arguments.bytes, repeat=arguments.repeat)

@@ -52,11 +52,14 @@ class _Variant:
     sink: str = "in_place"
     verify: str = "counts"
     repeat: int | None = None
+    graded: bool = True
 
 
 VARIANTS = (
     _Variant("in place, counts", "dense", "ratio >= 0.98"),
     _Variant("in place, counts", "moe", "ratio >= 0.98"),
+    _Variant("in place, counts, vLLM's chunks", "dense", "none", repeat=3, graded=False),
+    _Variant("in place, counts, vLLM's chunks", "moe", "none", repeat=3, graded=False),
     _Variant("in place, digest", "dense", "none", verify="digest", repeat=3),
     _Variant("staged, digest", "moe", "none", sink="staged", verify="digest", repeat=3),
 )
@@ -142,7 +145,9 @@ async def _measure(other: Peer, raw: Raw, variant: _Variant, options: Options) -
     phases: list[dict[str, float]] = []
     lags: list[float] = []
     floor: list[float] = []
-    async with aiosync.connect(model, workers=[opened["url"]], backend="nccl") as sync:
+    async with aiosync.connect(
+        model, workers=[opened["url"]], backend="nccl", graded=variant.graded
+    ) as sync:
         first = time.perf_counter()
         await sync.send_weights()
         first = time.perf_counter() - first

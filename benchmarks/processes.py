@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -34,6 +34,10 @@ class Peer:
         self._process.stdin.write(f"{line}\n".encode())
         await self._process.stdin.drain()
         return await self.answer(_COMMAND_S)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
 
     async def answer(self, seconds: float) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -46,7 +46,7 @@ from transports.nccl_rendezvous import (
     publish_unique_id,
 )
 from transports.nccl_sender import NcclSender
-from transports.planning import EACH, NCCL_PACKED, plan_chunks
+from transports.planning import EACH, GRADED, NCCL_PACKED, plan_chunks
 from transports.ring import blocks_of
 from transports.store_host import StoreHost
 
@@ -291,9 +291,10 @@ async def test_a_trainer_without_cuda_says_what_to_use():
     st.lists(st.integers(0, 5000), min_size=1, max_size=60),
     st.integers(1, 4000),
     st.integers(1, 30000),
+    st.sampled_from([NCCL_PACKED, GRADED]),
 )
-def test_a_chunk_waits_for_all_whose_place_it_takes(sizes, limit, nbytes):
-    plan = plan_chunks(sizes, [1] * len(sizes), limit=limit, rule=NCCL_PACKED)
+def test_a_chunk_waits_for_all_whose_place_it_takes(sizes, limit, nbytes, rule):
+    plan = plan_chunks(sizes, [1] * len(sizes), limit=limit, rule=rule)
     blocks, size = blocks_of(plan, nbytes)
     assert [(b.first, b.end) for b in blocks] == [
         (c.pieces[0].tensor, c.pieces[-1].tensor + 1) for c in plan.chunks
@@ -551,15 +552,17 @@ async def test_a_wrong_world_size_is_refused(fake):
 
 
 @pytest.mark.asyncio
-async def test_a_plan_counts_the_ring(fake):
+@pytest.mark.parametrize(("graded", "chunks"), [(True, 20), (False, 9)])
+async def test_a_plan_counts_the_ring(fake, graded, chunks):
     source = models.make("large", seed=1)
     async with create(models.make("large", seed=2)) as worker:
         options = {"backend": "nccl", "packed_buffer_size_bytes": 6 << 20, "packed_num_buffers": 2}
         clients = [DirectClient(worker)]
+        options |= {"graded": graded}
         async with aiosync.connect(source, workers=clients, **options) as sync:
             plan = await sync.plan()
     assert plan.trainer_bytes == 12 << 20
-    assert plan.chunks == 9
+    assert plan.chunks == chunks
 
 
 # -- stock peers -----------------------------------------------------------------------------------
@@ -611,6 +614,27 @@ async def test_a_stock_worker_gets_vllms_fields_only(fake, packed):
             assert bool(client.updates[0]["names"])
             assert client.updates[1] == {"names": [], "dtype_names": [], "shapes": []}
             assert client.inits[0]["rank_offset"] == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("stock", "graded", "rule"),
+    [(False, True, GRADED), (False, False, NCCL_PACKED), (True, True, NCCL_PACKED)],
+)
+async def test_chunks_are_graded_where_all_workers_know_how(fake, stock, graded, rule):
+    source = models.make("many", seed=1)
+    sizes = [parameter.nbytes for parameter in source.parameters()]
+    sent = [c.nbytes for c in plan_chunks(sizes, [4] * len(sizes), limit=1024, rule=rule).chunks]
+    async with create(models.make("many", 2)) as one, create(models.make("many", 3)) as two:
+        clients = [DirectClient(one), Stock(two) if stock else DirectClient(two, name="two")]
+        options = {"backend": "nccl", "packed_buffer_size_bytes": 1024, "graded": graded}
+        async with aiosync.connect(source, workers=clients, **options) as sync:
+            await sync.send_weights(version=1, budget=PATIENT)
+        for worker in (one, two):
+            assert models.fingerprint(worker.model) == models.fingerprint(source)
+    wire = [len(raw) for _, raw in FakeGroup.made[0].hub.wire]
+    digests = [] if stock else [8 * len(sent)]
+    assert wire == sent + digests
 
 
 @pytest.mark.asyncio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import zip_longest
 
 import msgspec
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from statemachines.errors import Validation
 from transports.planning import (
     ALIGNED,
+    EACH,
+    GRADED,
     IPC_PACKED,
     NCCL_PACKED,
     Chunk,
@@ -21,7 +24,7 @@ from transports.planning import (
     plan_chunks,
 )
 
-RULES = [NCCL_PACKED, IPC_PACKED, ALIGNED]
+RULES = [NCCL_PACKED, IPC_PACKED, ALIGNED, GRADED]
 
 tensors = st.lists(
     st.tuples(st.integers(0, 60), st.sampled_from([1, 2, 4, 8, 16])).map(
@@ -205,6 +208,49 @@ def test_aligned_exact_fit_and_empty_tail():
     assert made.chunks[0].nbytes == 128
 
 
+# -- each: vLLM's unpacked broadcast
+
+
+def test_each_is_a_chunk_of_its_own():
+    assert layout(plan([4, 0, 900], limit=8, rule=EACH)) == [[(0, 0)], [(1, 0)], [(2, 0)]]
+
+
+# -- graded: ours, for a broadcast
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 2000))
+def test_graded_chunks_are_as_large_as_they_may_be_and_no_larger(sizes, limit):
+    made = plan(sizes, limit=limit, rule=GRADED)
+    least, done = max(limit // 32, 1), 0
+    for chunk, following in zip_longest(made.chunks, made.chunks[1:]):
+        before, rest = done / 2, (sum(sizes) - done) / 3
+        allowed = min(limit, max(least, min(before, rest)))
+        assert chunk.nbytes <= allowed or len(chunk.pieces) == 1
+        assert all(piece.nbytes == sizes[piece.tensor] for piece in chunk.pieces)
+        assert chunk.nbytes == sum(piece.nbytes for piece in chunk.pieces)  # no padding
+        done += chunk.nbytes
+        after = sum(sizes) - done
+        if chunk.nbytes > least and len(chunk.pieces) > 1:
+            assert chunk.nbytes <= limit
+            assert 2 * chunk.nbytes <= min(done - chunk.nbytes, after)
+        if following is not None:  # no chunk is cut early
+            assert chunk.nbytes + following.pieces[0].nbytes > math.floor(allowed)
+
+
+def test_graded_grows_and_shrinks():
+    made = plan([1] * 3000, limit=320, rule=GRADED)
+    found = [chunk.nbytes for chunk in made.chunks]
+    assert found[:8] == [10, 10, 10, 15, 22, 33, 50, 75]
+    assert found[-8:] == [63, 42, 28, 19, 13, 10, 10, 6]
+    assert max(found) == 320
+
+
+def test_graded_sends_a_small_model_in_one_chunk_and_a_large_tensor_alone():
+    assert layout(plan([4, 0, 4], limit=320, rule=GRADED)) == [[(0, 0), (1, 4), (2, 4)]]
+    assert [c.nbytes for c in plan([4, 900, 4, 4], limit=320, rule=GRADED).chunks] == [4, 900, 8]
+
+
 # -- digest
 
 
@@ -212,13 +258,14 @@ def test_digest_covers_rule_limit_sizes_and_itemsizes():
     base = plan_chunks([64, 128], [2, 2], limit=256, rule=ALIGNED)
     others = [
         plan_chunks([64, 128], [2, 2], limit=256, rule=NCCL_PACKED),
+        plan_chunks([64, 128], [2, 2], limit=256, rule=GRADED),
         plan_chunks([64, 128], [2, 2], limit=320, rule=ALIGNED),
         plan_chunks([128, 64], [2, 2], limit=256, rule=ALIGNED),
         plan_chunks([64, 128], [2, 4], limit=256, rule=ALIGNED),
         plan_chunks([64, 128, 0], [2, 2, 2], limit=256, rule=ALIGNED),
         plan_chunks([64], [64], limit=256, rule=ALIGNED),
     ]
-    assert len({made.digest for made in [base, *others]}) == 7
+    assert len({made.digest for made in [base, *others]}) == 8
     again = plan_chunks([64, 128], [2, 2], limit=300, rule=ALIGNED, names=["a", "b"])
     assert again == base  # a limit that rounds to the same one, and names, change nothing
     assert (

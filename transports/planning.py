@@ -1,12 +1,16 @@
 """Which bytes of which tensor go where in which chunk: pure, the same on both sides.
 
 Both ends of a transfer compute the plan from sizes and a limit, nothing of it is sent but its
-digest. Three rules:
+digest. The rules:
 
 * ``nccl_packed``, vLLM's broadcast wire: append a tensor, cut once *more* than the limit is in
   the chunk. Every chunk but the last exceeds the limit, by up to its last tensor.
 * ``ipc_packed``, vLLM's CUDA IPC wire: cut before a tensor that would not fit. No chunk exceeds
   the limit, and no tensor may.
+* ``graded``, ours for a broadcast: whole tensors without padding, small chunks at both ends. Before
+  the first chunk travels it is packed, and after the last one it is loaded, while nothing is on the
+  wire. A chunk has at most half of what went before it, at most half of what comes after it, and
+  no more than the limit; but always a 32nd of the limit, or a tensor.
 * ``each``, vLLM's unpacked broadcast: every tensor is a chunk of its own, whatever its size.
 * ``aligned``, ours: every tensor starts at a multiple of 64 bytes within its chunk and no chunk
   exceeds the limit. A tensor that fits into a chunk is never split; a larger one begins in the
@@ -31,9 +35,11 @@ if TYPE_CHECKING:
 NCCL_PACKED = "nccl_packed"
 IPC_PACKED = "ipc_packed"
 ALIGNED = "aligned"
+GRADED = "graded"
 EACH = "each"
 
 ALIGNMENT = 64
+_STEPS = 32  # the limit over the size of the first and last chunks
 _MAX = 2**63 - 1  # what a torch size or an int64 on the wire can hold
 
 
@@ -86,7 +92,7 @@ def plan_chunks(
         sizes: Bytes of each tensor, in the order both sides agreed on.
         itemsizes: Bytes of one element of each tensor.
         limit: Bytes of a chunk; what exactly it limits depends on the rule.
-        rule: ``"nccl_packed"``, ``"ipc_packed"``, ``"each"`` or ``"aligned"``.
+        rule: ``"nccl_packed"``, ``"ipc_packed"``, ``"graded"``, ``"each"`` or ``"aligned"``.
         names: Used in errors only.
 
     Raises:
@@ -100,6 +106,8 @@ def plan_chunks(
         chunks = _cut_after_overflow(sizes, limit)
     elif rule == IPC_PACKED:
         chunks = _cut_before_overflow(sizes, limit, names)
+    elif rule == GRADED:
+        chunks = _cut_graded(sizes, limit)
     elif rule == EACH:
         chunks = [Chunk(i, size, (Piece(i, 0, 0, size),)) for i, size in enumerate(sizes)]
     else:
@@ -175,6 +183,26 @@ def _cut_before_overflow(
     return chunks
 
 
+def _cut_graded(sizes: tuple[int, ...], limit: int) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    pieces: list[Piece] = []
+    least = max(limit // _STEPS, 1)
+    done, left, running = 0, sum(sizes), 0
+    most = least
+    for tensor, size in enumerate(sizes):
+        if pieces and running + size > most:
+            chunks.append(Chunk(len(chunks), running, tuple(pieces)))
+            done, left = done + running, left - running
+            # Half of what comes after it: a third of what is left.
+            most = min(limit, max(least, min(done // 2, left // 3)))
+            pieces, running = [], 0
+        pieces.append(Piece(tensor, 0, running, size))
+        running += size
+    if pieces:
+        chunks.append(Chunk(len(chunks), running, tuple(pieces)))
+    return chunks
+
+
 def _cut_aligned(sizes: tuple[int, ...], limit: int) -> list[Chunk]:
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
@@ -223,8 +251,8 @@ def _refuse(tensor: int, names: Sequence[str] | None, problem: str) -> None:
 
 
 def _checked_limit(limit: int, rule: str) -> int:
-    if rule not in (NCCL_PACKED, IPC_PACKED, ALIGNED, EACH):
-        raise Validation(f"rule must be one of the four of this module, not {rule!r}")
+    if rule not in (NCCL_PACKED, IPC_PACKED, ALIGNED, GRADED, EACH):
+        raise Validation(f"rule must be one of the five of this module, not {rule!r}")
     lowest = ALIGNMENT if rule == ALIGNED else 1
     if type(limit) is not int or not lowest <= limit <= _MAX:
         raise Validation(f"limit must be an int from {lowest} to 2**63 - 1, not {limit!r}")

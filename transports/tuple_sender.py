@@ -41,7 +41,7 @@ class TupleSender:
 
     def __init__(self, device: torch.device, *, packed: bool) -> None:
         self.progress = Progress()
-        self._device = device
+        self.device = device
         self._packed = packed
         self._names: Sequence[str] = ()
         self._post: Callable[[list[int], Update], object] | None = None
@@ -82,7 +82,7 @@ class TupleSender:
         if self._packed and plan.chunks:
             size = max(chunk.nbytes for chunk in plan.chunks)
             with torch.inference_mode(False):
-                self._buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
+                self._buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)
             self._handle = exported(self._buffer)
 
     def write(self, batch: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -101,11 +101,11 @@ class TupleSender:
     def _export(self, tensor: torch.Tensor) -> None:
         if not tensor.numel():
             # A storage without bytes has no handle.
-            whole = torch.empty(1, dtype=tensor.dtype, device=self._device)
+            whole = torch.empty(1, dtype=tensor.dtype, device=self.device)
             shared = whole[:0].view(tensor.shape)
         else:
             shared = settled(tensor)
-            shared = shared if shared.is_cuda else shared.to(self._device)
+            shared = shared if shared.is_cuda else shared.to(self.device)
         self._kept.append(shared)
         self._tuples.append(exported(shared))
 
@@ -133,7 +133,7 @@ class TupleSender:
         if self._packed and self._pending:
             # Those of a chunk that is not full are still read from where the source has them.
             self._pending = {index: tensor.clone() for index, tensor in self._pending.items()}
-        poll(mark_current(self._device), lambda: None)
+        poll(mark_current(self.device), lambda: None)
 
     def finish(self) -> StreamSummary:
         """See `transports.stream.Sender.finish`."""
@@ -165,7 +165,7 @@ class TupleSender:
         """Nobody uses what was exported any more."""
         self._kept, self._tuples, self._pending = [], [], {}
         self._buffer, self._handle = None, {}
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             collect: Any = torch.cuda.ipc_collect  # untyped
             collect()
 

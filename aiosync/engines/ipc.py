@@ -22,8 +22,9 @@ import torch
 
 from aiosync.config import TrainerInitInfo, WeightTransferInitInfo, check_count
 from aiosync.defaults import DEFAULTS
-from aiosync.engines import ipc_stock
-from aiosync.engines.ipc_device import check_devices, open_memory, own_device
+from aiosync.engines.ipc_device import check_devices, open_memory, own_device, own_gpu
+from aiosync.engines.ipc_ranks import InStep
+from aiosync.engines.ipc_stock import StockSide, are_stock, connect
 from aiosync.engines.streamed import (
     BUFFER_LIMITS,
     BufferSize,
@@ -147,11 +148,12 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
                 raise Validation(f"shared holds {storage!r}, which share_tensors did not return")
         self._places: tuple[SourceFeed, list[int], dict[int, tuple[Any, int]]] | None = None
         self._device = device
-        self._on_gpus = self._is_stock = False
+        self._on_gpus = False
+        self._stock = StockSide(packed=packed, limit=packed_buffer_size_bytes)
         self._memory: DeviceMemory | None = None
 
     def sibling(self, *, client: Any, source: Any) -> TrainerWeightTransferEngine[Any]:
-        if self._is_stock:
+        if self._stock.in_use:
             return super().sibling(client=client, source=source)
         return IPCTrainerWeightTransferEngine(
             client=client,
@@ -166,9 +168,8 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         ).checking(self.digest)
 
     def check_peers(self) -> None:
-        self._is_stock = ipc_stock.are_stock(self.links)
-        if self._is_stock:
-            ipc_stock.check_ranks(self.ranks)
+        self._stock.in_use = are_stock(self.links)
+        if self._stock.in_use:
             self._on_gpus, self.digest = True, None
             return
         super().check_peers()
@@ -185,23 +186,24 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         if not self._on_gpus:
             return
         if self._memory is None:
-            self._memory = await self.source_lane.run(self._find_memory)
+            here = own_gpu(self._device)  # not on the lane, whose current device is the first one
+            self._memory = await self.source_lane.run(self._find_memory, here)
         if self._memory is None:
             self._on_gpus = False  # bytes go through the host's memory, and the workers' own copy
-        elif not self._is_stock:
+        elif not self._stock.in_use:
             offered = all(link.peer and WSUM64 in link.peer.digests for link in self.links)
             self.digest = WSUM64 if offered else None
         self.per_member = not self._on_gpus  # there all readers are waited for
 
-    def _find_memory(self) -> DeviceMemory | None:
-        if self._device is None and not self._is_stock and not torch.cuda.is_available():
+    def _find_memory(self, device: Any) -> DeviceMemory | None:
+        if device is None and not self._stock.in_use and not torch.cuda.is_available():
             return None
-        return open_memory(self._device, self.links[0].name)
+        return open_memory(device, self.links[0].name)
 
     def open_sender(self) -> Sender:
-        if self._is_stock:
+        if self._stock.in_use:
             assert self._memory is not None  # `host_rendezvous` came first
-            return TupleSender(self._memory.device, packed=self.packed)
+            return self._stock.open(self._memory.device, self.ranks)
         if self._on_gpus:
             assert self._memory is not None
             return DeviceSender(self._memory, buffers=self.packed_num_buffers, digest=self.digest)
@@ -214,14 +216,14 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         )
 
     def close_sender(self, sender: Sender) -> None:
-        if isinstance(sender, TupleSender):
+        if isinstance(sender, TupleSender | InStep):
             sender.forget()
             return
         assert isinstance(sender, ShmSender | DeviceSender)
         sender.release()
 
     def address_info(self, sender: Sender) -> dict[str, Any]:
-        if isinstance(sender, TupleSender):
+        if isinstance(sender, TupleSender | InStep):
             return {}
         assert isinstance(sender, ShmSender | DeviceSender)
         form = "cuda" if isinstance(sender, DeviceSender) else "shm"
@@ -229,12 +231,12 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         return {"packed": self.packed, "form": form, **where}
 
     def member_payload(self, link: MemberLink) -> dict[str, Any]:
-        if self._is_stock:
+        if self._stock.in_use:
             return {}
         return {"reader": link.name}  # so that the data plane names members as reports do
 
     def before_transmit(self, sender: Sender, feed: SourceFeed) -> None:
-        if isinstance(sender, TupleSender):
+        if isinstance(sender, TupleSender | InStep):
             return
         if isinstance(sender, DeviceSender):
             if feed.looking is not None and feed.addresses and sender.knows(feed.addresses):
@@ -248,31 +250,46 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
 
     async def transmit(self, round: Round) -> StreamSummary:
         sender = self.sender
-        if isinstance(sender, DeviceSender | TupleSender) and self._memory is not None:
+        if isinstance(sender, DeviceSender) and self._memory is not None:
             # Here, on the caller's thread: its current stream is the one that trained.
             sender.order_after(mark_current(self._memory.device))
-        if isinstance(sender, TupleSender):
-            ipc_stock.connect(sender, round, round.validated()[0])
+        if isinstance(sender, TupleSender | InStep):
+            feed, _ = round.validated()
+            self._stock.prepare(sender, feed)
+            connect(sender, round, feed)
         return await super().transmit(round)
 
     # -- a stock vLLM ----------------------------------------------------------------------------
 
     def get_worker_init_payload(self) -> dict[str, Any]:
         payload = super().get_worker_init_payload()
-        return {"packed": self.packed} if self._is_stock else payload
+        return {"packed": self.packed} if self._stock.in_use else payload
 
     def make_plan(self, feed: SourceFeed) -> Plan:
-        if not self._is_stock:
+        if not self._stock.in_use:
             return super().make_plan(feed)
         _ = feed.wire_digest  # computed here, on the lane
-        return ipc_stock.stock_plan(feed, self.buffer_nbytes, packed=self.packed)
+        return self._stock.plan(feed)
 
     def update_payload(self, round: Round) -> dict[str, Any] | None:
-        return None if self._is_stock else super().update_payload(round)
+        return None if self._stock.in_use else super().update_payload(round)
+
+    def for_ranks(self) -> bytes:
+        return self._stock.for_ranks(self._memory.device if self._memory else own_gpu(self._device))
+
+    def agreed(self, round: Round, told: Sequence[bytes]) -> None:
+        self._stock.agreed(self, round, told[0])
+
+    def co_sender(self, round: Round) -> Sender | None:
+        sender = self.sender
+        if not isinstance(sender, InStep):
+            return None
+        self._stock.prepare(sender, round.validated()[0])
+        return sender
 
     def committed(self, round: Round) -> None:
         super().committed(round)
-        if isinstance(self.sender, TupleSender):
+        if isinstance(self.sender, TupleSender | InStep):
             self.sender.forget()  # the workers have finished with it
 
     def _resident(self, feed: SourceFeed) -> dict[int, tuple[Any, int]]:

@@ -24,7 +24,26 @@ def own_device(device: Any) -> tuple[Any, str | None]:
     if device is None or torch.device(device).type != "cuda":
         return device, None
     found = cuda_device(device)
-    return found, uuid_of(found)
+    return found, gpu_of(found)
+
+
+def own_gpu(given: Any) -> torch.device | None:
+    """The CUDA device that a trainer means: the calling thread's current one, unless given.
+
+    None in a process that has not used CUDA, if only to choose a device.
+    """
+    found = None if given is None else torch.device(given)
+    if found is not None and (found.type != "cuda" or found.index is not None):
+        return found
+    is_initialized: Any = torch.cuda.is_initialized  # untyped
+    if not is_initialized():
+        return found
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def gpu_of(device: torch.device | None) -> str | None:
+    """UUID of a CUDA device; None for anything else."""
+    return uuid_of(device) if device is not None and device.type == "cuda" else None
 
 
 def check_devices(links: Sequence[MemberLink]) -> bool:

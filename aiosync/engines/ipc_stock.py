@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, final
 
+import torch
+
+from aiosync.engines.ipc_device import gpu_of
+from aiosync.engines.ipc_ranks import InStep, find_exporters
 from aiosync.errors import ProtocolMismatch, Validation
 from aiosync.lane_calls import LaneCalls
 from aiosync.members import fan_out
 from aiosync.metadata import meta_nbytes, to_wire
+from transports.cuda import mark_current
 from transports.planning import EACH, IPC_PACKED, check_alignment, plan_chunks
+from transports.tuple_sender import TupleSender
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aiosync.engines.ipc import IPCTrainerWeightTransferEngine
     from aiosync.feed import SourceFeed
     from aiosync.members import MemberLink
     from aiosync.ranks import TrainerRanks
     from aiosync.round import Round
     from transports.planning import Plan
-    from transports.tuple_sender import TupleSender
+
+_IN_USE: Final = b"vllm"
 
 
 def are_stock(links: Sequence[MemberLink]) -> bool:
@@ -50,17 +58,6 @@ def are_stock(links: Sequence[MemberLink]) -> bool:
     return bool(stock)
 
 
-def check_ranks(ranks: TrainerRanks) -> None:
-    """Several trainer ranks would each have to export for the worker on their own GPU."""
-    if ranks.size > 1:
-        raise Validation(
-            f"this trainer has {ranks.size} ranks: a stock vLLM is reached by one rank over"
-            " CUDA IPC",
-            phase="init",
-            next_step="use backend 'nccl'",
-        )
-
-
 def stock_plan(feed: SourceFeed, limit: int, *, packed: bool) -> Plan:
     """The chunks of vLLM's packed form, or one for each tensor.
 
@@ -81,7 +78,75 @@ def stock_plan(feed: SourceFeed, limit: int, *, packed: bool) -> Plan:
     return plan
 
 
-def connect(sender: TupleSender, round: Round, feed: SourceFeed) -> None:
+@final
+class StockSide:
+    """What a trainer rank knows and does for vLLM's own workers.
+
+    Args:
+        packed: One buffer that is filled again and again.
+        limit: Its size.
+
+    Attributes:
+        in_use: Whether the workers are such ones. Rank 0 sees it, and tells the others.
+    """
+
+    def __init__(self, *, packed: bool, limit: int) -> None:
+        self.in_use = False
+        self._packed, self._limit = packed, limit
+        self._here: torch.device | None = None
+        self._exporters: dict[int, str] = {}
+        self._plan: tuple[SourceFeed, Plan] | None = None
+
+    def open(self, device: torch.device, ranks: TrainerRanks) -> TupleSender | InStep:
+        """A sender of what is on `device`, or is copied there."""
+        inner = TupleSender(device, packed=self._packed)
+        return inner if ranks.size == 1 else InStep(inner, ranks, packed=self._packed)
+
+    def plan(self, feed: SourceFeed) -> Plan:
+        """`stock_plan`, made again only when the metadata changed."""
+        if self._plan is None or self._plan[0] is not feed:
+            self._plan = (feed, stock_plan(feed, self._limit, packed=self._packed))
+        return self._plan[1]
+
+    def for_ranks(self, device: torch.device | None) -> bytes:
+        """What the other ranks are told; `device` is where this one is."""
+        self._here = device
+        return _IN_USE if self.in_use else b""
+
+    def agreed(self, engine: IPCTrainerWeightTransferEngine, round: Round, told: bytes) -> None:
+        """Settle with the other ranks who exports; blocking.
+
+        Args:
+            told: By rank 0.
+
+        Raises:
+            Validation: They cannot export the same; names the rank.
+        """
+        feed, _ = round.validated()
+        if not engine.is_sender:
+            self.in_use = told == _IN_USE
+            if not self.in_use:
+                engine.dispose()  # of what it exported for others
+        if not self.in_use:
+            return
+        settings: dict[str, object] = {"packed": self._packed}
+        if self._packed:
+            settings["packed_buffer_size_bytes"] = self._limit
+        gpu = gpu_of(self._here)
+        self._exporters = find_exporters(engine.ranks, feed, gpu, settings)
+        if not engine.is_sender:
+            round.plan = self.plan(feed)
+            if engine.sender is None:
+                engine.sender = self.open(self._here or torch.device("cpu"), engine.ranks)
+
+    def prepare(self, sender: TupleSender | InStep, feed: SourceFeed) -> None:
+        """Before a pass, on the caller's thread: its current stream is the one that trained."""
+        sender.order_after(mark_current(sender.device))
+        if isinstance(sender, InStep):
+            sender.share_out(self._exporters, feed.metadata)
+
+
+def connect(sender: TupleSender | InStep, round: Round, feed: SourceFeed) -> None:
     """Let the sender's updates reach all members as calls of this round; on the loop."""
     calls = LaneCalls()
     names, dtypes, shapes = to_wire(feed.metadata)

@@ -13,7 +13,7 @@ from aiosync.errors import Validation
 from aiosync.metadata import meta_nbytes
 from transports.cuda import cuda_device
 from transports.nccl_rendezvous import decode_unique_id
-from transports.planning import EACH, NCCL_PACKED, plan_chunks
+from transports.planning import EACH, GRADED, NCCL_PACKED, plan_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +40,10 @@ class NCCLTrainerInitInfo(TrainerInitInfo):
         master_port: Of the store; 0 lets the OS choose.
         world_size: This trainer and all worker ranks; None: the workers are asked.
         packed: Send chunks of many tensors; False: a broadcast for each tensor.
-        packed_buffer_size_bytes: A chunk ends with the tensor that exceeds this.
+        packed_buffer_size_bytes: Of a chunk; vLLM's ends with the tensor that exceeds it.
         packed_num_buffers: Device memory for packed chunks, in buffers, on each side.
+        graded: Where all workers are ours, small chunks at the beginning and at the end, whose
+            packing and loading nothing hides; False: always vLLM's.
         device: CUDA device that sends; None: the current one.
         lease_s: Silence of this trainer that a worker's open round survives; None: the default.
         lineage: Name of this training run; None: random.
@@ -54,6 +56,7 @@ class NCCLTrainerInitInfo(TrainerInitInfo):
     packed: bool = True
     packed_buffer_size_bytes: int = BUFFER_NBYTES
     packed_num_buffers: int = BUFFERS
+    graded: bool = field(default=True, kw_only=True)
     device: Any = field(default=None, kw_only=True)
     lease_s: float | None = field(default=None, kw_only=True)
     lineage: str | None = field(default=None, kw_only=True)
@@ -75,7 +78,8 @@ class NCCLWeightTransferInitInfo(
         nccl_unique_id_b64: The group's id itself: base64 of 128 bytes.
         rank_offset: Rank of the first worker behind this server.
         world_size: Ranks of the group, the trainer among them.
-        digest: How chunks are verified; only trainers of ours say so.
+        graded: How chunks are cut, and
+        digest: how they are verified; only trainers of ours say so.
         join_s: Longest wait for the other ranks.
     """
 
@@ -89,6 +93,7 @@ class NCCLWeightTransferInitInfo(
         _VLLM_BUFFER_NBYTES
     )
     packed_num_buffers: Annotated[int, msgspec.Meta(ge=1, le=_MOST_BUFFERS)] = _VLLM_BUFFERS
+    graded: bool = False
     digest: str | None = None
     join_s: Seconds | None = None
 
@@ -121,13 +126,13 @@ class NCCLWeightTransferUpdateInfo(StreamUpdateInfo, kw_only=True, forbid_unknow
     plan_digest: str = ""
 
 
-def nccl_plan(metadata: Sequence[ParamMeta], limit: int, *, packed: bool) -> Plan:
-    """The chunks that vLLM cuts from the same metadata."""
+def nccl_plan(metadata: Sequence[ParamMeta], limit: int, *, packed: bool, graded: bool) -> Plan:
+    """The chunks that vLLM cuts from the same metadata; `graded`: those that only ours cut."""
     return plan_chunks(
         [meta_nbytes(meta) for meta in metadata],
         [meta.dtype.itemsize for meta in metadata],
         limit=limit,
-        rule=NCCL_PACKED if packed else EACH,
+        rule=(GRADED if graded else NCCL_PACKED) if packed else EACH,
         names=[meta.name for meta in metadata],
     )
 

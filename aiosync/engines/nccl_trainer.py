@@ -63,6 +63,7 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         packed: bool = True,
         packed_buffer_size_bytes: int = BUFFER_NBYTES,
         packed_num_buffers: int = BUFFERS,
+        graded: bool = True,
         device: Any = None,
         is_sender: bool = True,
         lane_factory: LaneFactory = Lane,
@@ -80,6 +81,7 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         self.master_address, self.master_port = master_address, master_port
         self.world_size = world_size
         self.packed = packed
+        self.graded = graded
         self.buffer_nbytes = packed_buffer_size_bytes
         self.chunks_in_flight = packed_num_buffers
         self._lane_factory = lane_factory
@@ -111,6 +113,10 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
     @property
     def _all_ours(self) -> bool:
         return all(link.speaks_ours for link in self.links)
+
+    @property
+    def _grades(self) -> bool:
+        return self.graded and self._all_ours
 
     async def host_rendezvous(self) -> None:
         if not self.is_sender:
@@ -191,7 +197,8 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         rank = 1 + sum(self._ranks_of[other.name] for other in before)
         if not link.speaks_ours:
             return {"rank_offset": rank}
-        return {"rank_offset": rank, "digest": self.digest, "join_s": self._join_s + LATER_S}
+        ours = {"graded": self._grades, "digest": self.digest, "join_s": self._join_s + LATER_S}
+        return {"rank_offset": rank} | ours
 
     def open_sender(self) -> Sender:
         assert self._group is not None  # `host_rendezvous` came first
@@ -218,7 +225,7 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
 
     def make_plan(self, feed: SourceFeed) -> Plan:
         _ = feed.wire_digest  # computed here, on the lane
-        plan = nccl_plan(feed.metadata, self.buffer_nbytes, packed=self.packed)
+        plan = nccl_plan(feed.metadata, self.buffer_nbytes, packed=self.packed, graded=self._grades)
         if not self._all_ours:
             self._check_for_stock(feed.metadata, plan)
         return plan

@@ -40,7 +40,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
     landing_device = None  # NCCL writes into the engine's own device, also without a buffer
 
     _group: NcclGroup | None = None
-    _packed = True
+    _packed, _graded = True, False
     _begun: str | None = None  # digest of the metadata that the sink took last
 
     def __init__(
@@ -90,6 +90,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         self._group = group
         self._known = self._begun = None
         self._limit, self._packed = init_info.packed_buffer_size_bytes, init_info.packed
+        self._graded = init_info.graded
 
     def open_receiver(self, init_info: NCCLWeightTransferInitInfo) -> Receiver:
         raise NotImplementedError("init_transfer_engine makes it, once the group is joined")
@@ -111,7 +112,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
             metadata = from_wire(info.names, info.dtype_names, info.shapes)
             digest = metadata_digest(metadata)
             if known is None or known[0] != digest:
-                plan = nccl_plan(metadata, self._limit, packed=self._packed)
+                plan = nccl_plan(metadata, self._limit, packed=self._packed, graded=self._graded)
                 known = self._known = (digest, metadata, plan)
         digest, metadata, plan = known
         # What a trainer of ours says beside it; a stock one does not.

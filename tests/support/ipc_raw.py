@@ -1,6 +1,8 @@
 """vLLM's side of its CUDA-IPC backend, written from its specification: no import of this project.
 
-Serves the routes, loads pickled handles as vLLM does, and says what arrived at ``/prints``.
+    python tests/support/ipc_raw.py DEVICE
+
+serves the routes, loads pickled handles as vLLM does, and says what arrived at ``/prints``.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import torch
 from aiohttp import web
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-GPU = str(torch.cuda.get_device_properties(0).uuid)
+DEVICE = int(sys.argv[1])
+GPU = str(torch.cuda.get_device_properties(DEVICE).uuid)
 
 
 SAID = {
@@ -67,7 +70,7 @@ class Worker:
     def rebuilt(self, handle: dict[str, Any]) -> torch.Tensor:
         args = list(handle[GPU])
         assert len(args) == 15
-        args[6] = 0
+        args[6] = DEVICE
         return rebuild_cuda_tensor(*args)
 
     def finish(self, body: dict[str, Any]) -> None:
@@ -92,7 +95,7 @@ async def serve() -> None:
             body = {} if not text else await request.json()
             try:
                 await asyncio.to_thread(act, body)
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(DEVICE)
             except Exception as error:
                 message = f"Call to collective_rpc method failed: {error!r}"
                 return web.json_response({"error": {"message": message, "code": 500}}, status=500)
