@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, final
 
 from aiosync.feed_checker import settled
 from aiosync.passes import CLOSE_SECONDS, aclosing, closing
+from aiosync.reading import Reading
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +51,7 @@ class SourcePass:
         self._keeper = keeper
         self._counts = feed.group_counts()
         self._failed = False
+        self._reading: Reading | None = None
 
     @property
     def is_async(self) -> bool:
@@ -60,8 +62,20 @@ class SourcePass:
         # With other ranks even a complaint about the module has its turn.
         if self._ranks.size == 1 and getattr(self._sender, "takes_parameters", False):
             self._feed.look()
+        if self._sender is not None:
+            self._reading = Reading.of(self._feed)
         if self._keeper is not None:
             self._keeper.begin(self._feed)
+
+    def check_unwritten(self) -> None:
+        """All has been read: nobody may have written to it; on the source lane, or fail the round.
+
+        Raises:
+            Validation: Somebody has; names the first tensor.
+        """
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.check(rank=self._ranks.rank)
 
     def abort(self) -> None:
         """End the pass at the next boundary, a blocked send at once. From any thread."""
