@@ -70,6 +70,10 @@ class Endpoint(msgspec.Struct, frozen=True):
     def url(self, route: str) -> str:
         return f"{self.base}/{route}"
 
+    def named(self, url: str) -> str:
+        """A URL of this server as its own, where HTTP calls it ``localhost``."""
+        return url.replace(self.base, self.name, 1)
+
 
 class Wire(Protocol):
     """What carries a client's requests: `Connections`, or the actor calls of Ray."""
@@ -247,7 +251,7 @@ class Connections:
                 asyncio.timeout(timeout),
                 self._request(method, route, read_timeout=None, **options) as response,
             ):
-                return await _read_body(response)
+                return await _read_body(response, self.endpoint)
         except (aiohttp.ClientError, OSError) as error:
             self._lost(error, phase, route, timeout)
 
@@ -264,7 +268,8 @@ class Connections:
         try:
             async with self._request("GET", route, read_timeout=silence, params=query) as response:
                 if response.status != _OK:
-                    raise read_error(await _read_body(response), replica=server, phase=route)
+                    raw = await _read_body(response, self.endpoint)
+                    raise read_error(raw, replica=server, phase=route)
                 async for line in _lines(response.content):
                     yield decode_json(line, dict[str, Any], what="line")
         except Validation as error:
@@ -320,7 +325,7 @@ class _Request:
         await self._stack.aclose()
 
 
-async def _read_body(response: aiohttp.ClientResponse) -> RawReply:
+async def _read_body(response: aiohttp.ClientResponse, server: Endpoint) -> RawReply:
     body = bytearray()
     limit = DEFAULTS.reply_limit_bytes
     truncated = False
@@ -336,7 +341,7 @@ async def _read_body(response: aiohttp.ClientResponse) -> RawReply:
         status=response.status,
         headers={key.lower(): value for key, value in response.headers.items()},
         body=bytes(body[:limit]),
-        url=str(response.url),
+        url=server.named(str(response.url)),
         cut_off=len(body) > limit,
         truncated=truncated,
     )
