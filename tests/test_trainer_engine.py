@@ -354,6 +354,26 @@ async def test_busy_names_round_version_and_phase():
         assert (await update).version.label == 5
 
 
+async def test_busy_does_not_number_a_round_that_has_no_number():
+    async with looped() as pair:
+        reached, go_on = asyncio.Event(), asyncio.Event()
+
+        async def held(_):
+            reached.set()
+            await go_on.wait()
+
+        remove = pair.trainer.gate("start", held)
+        update = pair.trainer.begin_update(version=5)
+        await reached.wait()
+        with pytest.raises(
+            Busy, match=r"^a round that has no number yet \(version 5\) is .* phase admit"
+        ):
+            await pair.trainer.send_weights()
+        go_on.set()
+        await update
+        remove()
+
+
 @pytest.mark.fault("A-STATE-1")
 async def test_on_busy_wait_runs_one_after_the_other():
     hold = Hold(2)
