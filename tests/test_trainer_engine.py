@@ -329,6 +329,22 @@ async def test_handle_that_somebody_awaited_logs_nothing(caplog):
         assert caplog.records == []
 
 
+async def test_a_member_stops_waiting_in_finish_before_the_trainer_does():
+    async with looped() as pair:
+        client = pair.trainer.links[0].client
+        finish, limits = client.finish_weight_update, []
+
+        async def spy(*args, header, **options):
+            limits.append(header.deadline_s)
+            return await finish(*args, header=header, **options)
+
+        client.finish_weight_update = spy
+        await pair.trainer.send_weights(budget=Budget(total=60, finish=20, cleanup=1))
+        await pair.trainer.send_weights(budget=Budget(total=20, finish=60, cleanup=1))
+        assert all(limit <= 19 for limit in limits)
+        assert len(limits) == 2
+
+
 # -- busy
 
 
