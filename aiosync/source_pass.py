@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from aiosync.errors import Validation
 from aiosync.feed_checker import settled
 from aiosync.passes import CLOSE_SECONDS, aclosing, closing
 from aiosync.reading import Reading
@@ -73,9 +74,16 @@ class SourcePass:
         Raises:
             Validation: Somebody has; names the first tensor.
         """
-        reading, self._reading = self._reading, None
-        if reading is not None:
-            reading.check(rank=self._ranks.rank)
+        if self._reading is not None:
+            self._reading.check(rank=self._ranks.rank)
+
+    def _tell_if_written(self) -> None:
+        """Before the ranks part: later on rank 0 may have committed what another one finds."""
+        if self._ranks.size > 1:
+            try:
+                self.check_unwritten()
+            except Validation as error:
+                self._ranks.stop(error)
 
     def abort(self) -> None:
         """End the pass at the next boundary, a blocked send at once. From any thread."""
@@ -101,6 +109,7 @@ class SourcePass:
                     due -= len(batch)
                     self._hand_over(batch)
                     del batch  # a gathered layer must not outlive the next one's gather
+            self._tell_if_written()
             self._ranks.meet("end of pass")
             for batch in batches:  # raises: the source yields more than it announced
                 self._hand_over(batch)

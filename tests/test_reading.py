@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 import torch
+from ranked import ranks_over
 from torch import nn
 
 import aiosync
@@ -32,19 +33,24 @@ async def pair(source, *, sink="staged", dtype=torch.float32):
 
 
 @contextmanager
-def at_the_end_of_the_pass(sync, act):
-    """The workers have nearly all of it when the trainer acts."""
-    sender, finish = sync.sender, sync.sender.finish
+def before_the_sender(sync, method, act):
+    """The trainer acts when the sender's `method` is called."""
+    sender, bare = sync.sender, getattr(sync.sender, method)
 
-    def acted():
+    def acted(*args):
         act()
-        return finish()
+        return bare(*args)
 
-    sender.finish = acted
+    setattr(sender, method, acted)
     try:
         yield
     finally:
-        sender.finish = finish
+        setattr(sender, method, bare)
+
+
+def at_the_end_of_the_pass(sync, act):
+    """The workers have nearly all of it when the trainer acts."""
+    return before_the_sender(sync, "finish", act)
 
 
 def step(model, kind=torch.optim.SGD, **options):
@@ -184,6 +190,24 @@ async def test_sources_that_write_by_themselves_raise_no_alarm(how):
             if how == "buffer":
                 source.set(reused())
             assert (await sync.send_weights()).outcome == "committed"
+
+
+@pytest.mark.parametrize("method", ["write", "finish"])
+async def test_all_trainer_ranks_hear_of_it(method):
+    async with ranks_over(1) as (it, engines):
+        await it.send()
+        held = it.holders()
+        finishing = []
+        with at_the_end_of_the_pass(it.trainer, lambda: finishing.append(method)):
+            with before_the_sender(it.trainer, method, lambda: step(it.model)):
+                errors = await it.send()
+        assert finishing == ["finish"] * (method == "finish")  # else nobody got that far
+        assert [type(error).kind for error in errors] == [Validation] * 2
+        assert [error.rank for error in errors] == [0, 0]
+        assert all("changed while" in str(error) for error in errors)
+        assert [engine.state for engine in engines] == [State.INITIALIZED] * 2
+        assert [report.outcome for report in await it.send()] == ["committed"] * 2
+        assert it.holders() == held == {"w0"}
 
 
 async def test_tensors_that_count_nothing_do_not_hide_those_that_do():
