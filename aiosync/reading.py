@@ -31,17 +31,22 @@ _COUNT = attrgetter("_version")  # torch has no other public form
 
 @final
 class Reading:
-    """The tensors of one pass, and how often each had been written to when it began."""
+    """The tensors of one pass, and how often each had been written to before it read them.
 
-    def __init__(self, names: Iterable[str], tensors: Sequence[torch.Tensor]) -> None:
+    Attributes:
+        grows: They are not known beforehand: `note` is told of them.
+    """
+
+    def __init__(self, names: Iterable[str], tensors: Sequence[torch.Tensor] | None) -> None:
+        self.grows = tensors is None
         self._names = names
-        self._tensors = tensors
-        self._counts = _counts(tensors)
+        self._tensors: list[torch.Tensor] = list(tensors or ())
+        self._counts = _counts(self._tensors)
 
     @classmethod
     def of(cls, feed: SourceFeed) -> Self | None:
         """What a pass over `feed` would read, on the thread that runs the source; may be None."""
-        if feed.plain is not None:
+        if feed.plain is not None or feed.looking is not None:
             return cls((meta.name for meta in feed.metadata), feed.plain)
         if not isinstance(feed.source, ModuleSource):
             return None
@@ -51,6 +56,11 @@ class Reading:
             if type(tensor) in PLAIN_TYPES
         }
         return cls(read, list(read.values())) if read else None
+
+    def note(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The pass is about to read these, the next ones in order."""
+        self._tensors += tensors
+        self._counts += _counts(tensors)
 
     def check(self, *, rank: int) -> None:
         """Call it once the pass is over and nothing is read any more.

@@ -14,6 +14,7 @@ from aiosync.errors import Validation
 from aiosync.feed_checker import settled
 from aiosync.passes import CLOSE_SECONDS, aclosing, closing
 from aiosync.reading import Reading
+from transports.stream import columns_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,6 +137,8 @@ class SourcePass:
         try:
             if self.is_async:  # it came over the loop, where nothing is copied
                 batch = [(index, settled(tensor)) for index, tensor in batch]
+            if self._reading is not None and self._reading.grows:
+                self._reading.note(columns_of(batch).tensors)
             self._sender.write(batch)
             if self._keeper is not None:
                 self._keeper.take(batch)
