@@ -128,10 +128,18 @@ class Admission:
         """
         try:
             return RoundSettings.of(what, version, options)
-        except Exception as error:
-            if self._engine.ranks.size == 1:
-                raise
-            return RoundSettings.refused(error, options)
+        except Exception as error:  # noqa: BLE001  raised again where nobody has to be told
+            return self.refused(error, options)
+
+    def refused(self, error: Exception, options: Mapping[str, Any]) -> RoundSettings:
+        """Settings of a call that is wrong on this rank, whose round tells the other ranks so.
+
+        Raises:
+            The error: This rank is alone.
+        """
+        if self._engine.ranks.size == 1:
+            raise error
+        return RoundSettings.refused(error, options)
 
     def make(self, settings: RoundSettings, source_side: SourceSide | None = None) -> Round:
         """The round, which has no turn yet; its version is the one it would have now.
@@ -149,11 +157,9 @@ class Admission:
         try:
             side = source_side or engine.source_side.of(settings)
             version = self._resolve(settings)
-        except Exception as error:
-            if engine.ranks.size == 1:
-                raise
+        except Exception as error:  # noqa: BLE001  as in `settings`
             options = {"budget": settings.budget, "on_busy": settings.on_busy}
-            settings, side = RoundSettings.refused(error, options), engine.source_side
+            settings, side = self.refused(error, options), engine.source_side
             version = self._resolve(settings)
         return Round(engine, version, settings, source_side=side)
 

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 
 from aiosync.concurrency import first_line, hold_on, raise_ranked
 from aiosync.errors import (
@@ -27,7 +28,7 @@ from aiosync.weight_targets import MODEL
 
 if TYPE_CHECKING:
     from aiosync.members import MemberLink
-    from aiosync.messages import PeerState
+    from aiosync.messages import PeerState, RoundHeader
     from aiosync.round import Round
 
 _ASK_AGAIN_S = 0.05
@@ -63,7 +64,7 @@ async def commit(round: Round) -> None:
 async def _finish(round: Round, link: MemberLink, *, again: bool) -> None:
     """Send finish to one member; returns if it says that it committed."""
     try:
-        reply = await link.call("finish_weight_update", round.label, header=round.header(link))
+        reply = await link.call("finish_weight_update", round.label, header=_header(round, link))
         if link.speaks_ours and not confirms(round, getattr(reply, "peer", None)):
             raise ProtocolMismatch("the answer does not say that the version is committed")
     except (PeerLost, PhaseTimeout, ProtocolMismatch, Fenced) as error:
@@ -80,6 +81,16 @@ async def _finish(round: Round, link: MemberLink, *, again: bool) -> None:
         if not link.supports("status"):
             raise
         await _ask(round, link, error, again=again)  # it says nothing about the worker
+
+
+def _header(round: Round, link: MemberLink) -> RoundHeader | None:
+    """Leaves the member a little less than there is: it says by itself what held it up."""
+    header = round.header(link)
+    if header is None:
+        return None
+    left = min(round.limit.deadline - anyio.current_time(), round.seconds_left)
+    left -= min(left / 10, round.budget.cleanup)
+    return msgspec.structs.replace(header, deadline_s=max(left, 0.001))
 
 
 async def _settle(round: Round, link: MemberLink, error: AiosyncError) -> None:

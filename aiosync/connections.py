@@ -70,6 +70,10 @@ class Endpoint(msgspec.Struct, frozen=True):
     def url(self, route: str) -> str:
         return f"{self.base}/{route}"
 
+    def named(self, url: str) -> str:
+        """A URL of this server as its own, where HTTP calls it ``localhost``."""
+        return url.replace(self.base, self.name, 1)
+
 
 class Wire(Protocol):
     """What carries a client's requests: `Connections`, or the actor calls of Ray."""
@@ -243,7 +247,7 @@ class Connections:
                 await self.open()
                 try:
                     async with self._ask(method, route, read_timeout=None, **options) as response:
-                        return await _read_body(response)
+                        return await _read_body(response, self.endpoint)
                 finally:
                     await self.close()
         except (aiohttp.ClientError, OSError) as error:
@@ -264,7 +268,9 @@ class Connections:
             try:
                 async with self._ask("GET", route, read_timeout=silence, params=query) as response:
                     if response.status != _OK:
-                        raise read_error(await _read_body(response), replica=server, phase=route)
+                        raise read_error(
+                            await _read_body(response, self.endpoint), replica=server, phase=route
+                        )
                     async for line in _lines(response.content):
                         yield decode_json(line, dict[str, Any], what="line")
             finally:
@@ -299,7 +305,7 @@ class Connections:
         raise PeerLost(f"{what}: the connection broke: {text}", **where) from error
 
 
-async def _read_body(response: aiohttp.ClientResponse) -> RawReply:
+async def _read_body(response: aiohttp.ClientResponse, server: Endpoint) -> RawReply:
     body = bytearray()
     limit = DEFAULTS.reply_limit_bytes
     truncated = False
@@ -315,7 +321,7 @@ async def _read_body(response: aiohttp.ClientResponse) -> RawReply:
         status=response.status,
         headers=response.headers,
         body=bytes(body[:limit]),
-        url=str(response.url),
+        url=server.named(str(response.url)),
         cut_off=len(body) > limit,
         truncated=truncated,
     )

@@ -167,7 +167,7 @@ class GenerationGate(Floor):
         limit = _limit(timeout)
         hold = self.hold(mode, owner=owner, reason=reason, refuse=refuse, clears_cache=clear_cache)
         try:
-            await self._drain(limit, all_gone=hold.mode is not PauseMode.KEEP)
+            await self._drain(limit, _mode(mode), all_gone=hold.mode is not PauseMode.KEEP)
             if clear_cache:
                 await self.cache.empty(self.weights.weights_id)
         except BaseException:  # whatever ended the wait: nobody would lift it
@@ -204,7 +204,8 @@ class GenerationGate(Floor):
         if scope.cancelled_caught:
             raise PhaseTimeout(f"another swap is still {self.state}", phase="pause")
         try:
-            await self._drain(max(scope.deadline - anyio.current_time(), 0), asked=timeout)
+            left = max(scope.deadline - anyio.current_time(), 0)
+            await self._drain(left, self.update_mode, all_gone=False, asked=timeout)
             yield
             self._swaps_done += 1
         finally:

@@ -36,6 +36,7 @@ from aiosync.generation_table import (
     PauseMode,
     WeightsTag,
 )
+from aiosync.metadata import first_few
 from statemachines.machine import StateMachine
 
 if TYPE_CHECKING:
@@ -48,6 +49,13 @@ _NEXT = {
     GateState.RUNNING: GateTrigger.PAUSE,
     GateState.PAUSING: GateTrigger.DRAINED,
     GateState.PAUSED: GateTrigger.RESUME,
+}
+_ADVICE = {
+    PauseMode.KEEP: "a request is let stand at `await request.checkpoint()`: call it between the"
+    " steps of a long one; or end them with `generation.abort()`",
+    PauseMode.WAIT: "give them longer, or pause with mode keep or abort",
+    PauseMode.ABORT: "a request learns that it has to end from `await request.checkpoint()`:"
+    " call it between the steps of a long one",
 }
 
 
@@ -250,7 +258,7 @@ class Floor:
             self._settle()
 
     async def _drain(
-        self, timeout: float, *, all_gone: bool = False, asked: float | None = None
+        self, timeout: float, mode: PauseMode, *, all_gone: bool, asked: float | None = None
     ) -> None:
         with anyio.move_on_after(timeout):
             while self._active or (all_gone and self._inside):
@@ -260,10 +268,13 @@ class Floor:
         still = self.in_flight if all_gone else self._active
         if still:
             limit = timeout if asked is None else asked
+            inside = [each.id for each in self._inside if all_gone or not each.parked]
             raise PhaseTimeout(
-                f"{still} requests were still running after {limit:g} s",
+                f"generation goes on: {still} requests were still running after"
+                f" {round(limit, 2):g} s: {first_few(inside)}",
                 phase="pause",
                 detail={"in_flight": still},
+                next_step=_ADVICE[mode],
             )
 
     def _take_turn(self, swap: Waiter) -> None:

@@ -37,7 +37,8 @@ class RoundHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         epoch: From the init reply; orders owners.
         round: Number within the epoch.
         lease_s: Silence after which the worker gives the round up.
-        deadline_s: Seconds that are left for the round (clocks are not compared).
+        deadline_s: Seconds that are left for the round, of a pause and a finish for the call
+            itself (clocks are not compared).
         version: What this round carries; sent with ``start``.
         digest: Of the chunk plan.
         metadata_digest: Digest over names, dtypes and shapes, instead of sending them again.

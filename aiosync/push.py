@@ -153,7 +153,7 @@ class PushSession:
     ) -> None:
         self._engine = engine
         self._settings = settings
-        self._metadata = None if metadata is None else list(metadata)
+        self._metadata = metadata
         self._offers = Offers()
         self._update: WeightUpdate | None = None
         self._is_open = False
@@ -196,7 +196,6 @@ class PushSession:
         engine = self._engine
         side = engine.source_side.pushed
         source: PushSource = side.source
-        source.check(self._metadata)
         this = engine.admission.make(self._settings, side)
         offers = self._offers
         stirred = anyio.Event()
@@ -267,15 +266,34 @@ def open_session(
         metadata: What will be sent, in order; None: what the engine's source announces.
 
     Raises:
-        Validation: The engine writes its own `send_weights`, which a session cannot feed.
+        Validation: The engine writes its own `send_weights`, which a session cannot feed; or an
+            argument is wrong. With other trainer ranks the latter is raised by entering the block,
+            on all of them.
     """
     if getattr(type(engine).send_weights, "is_override", False):
         raise Validation(
             f"{type(engine).__name__} overrides send_weights: it takes its tensors from its source"
         )
-    settings = engine.admission.settings("session", version, engine.round_defaults | options)
+    given = engine.round_defaults | options
+    settings = engine.admission.settings("session", version, given)
+    announced = None
+    try:
+        announced = _announced(engine, settings, metadata)
+    except (TypeError, Validation) as error:
+        settings = engine.admission.refused(error, given)
+    return PushSession(engine, settings, metadata=announced)
+
+
+def _announced(
+    engine: TrainerWeightTransferEngine[Any],
+    settings: RoundSettings,
+    metadata: Sequence[ParamMeta] | None,
+) -> list[ParamMeta] | None:
+    """What the session announces by itself; None: what the engine's source does."""
     if settings.source is not None:
         raise Validation(
             "session takes no source=: what is sent is what comes; say metadata= instead"
         )
-    return PushSession(engine, settings, metadata=metadata)
+    source: PushSource = engine.source_side.pushed.source
+    source.check(metadata)
+    return None if metadata is None else list(metadata)

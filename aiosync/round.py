@@ -124,8 +124,8 @@ class Round:
 
     def describe(self) -> str:
         """Number, version and phase, for the error of another round."""
-        label = self.version.label
-        return f"round {self.number} (version {label}) is under way in phase {self.phase}"
+        which = f"round {self.number}" if self.number else "a round that has no number yet"
+        return f"{which} (version {self.version.label}) is under way in phase {self.phase}"
 
     def is_same(self, other: Round) -> bool:
         """Whether both were given the same ticket."""

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from aiosync.errors import Validation
 from aiosync.feed_checker import settled
 from aiosync.passes import CLOSE_SECONDS, aclosing, closing
+from aiosync.reading import Reading
+from transports.stream import columns_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +53,7 @@ class SourcePass:
         self._keeper = keeper
         self._counts = feed.group_counts()
         self._failed = False
+        self._reading: Reading | None = None
 
     @property
     def is_async(self) -> bool:
@@ -60,8 +64,27 @@ class SourcePass:
         # With other ranks even a complaint about the module has its turn.
         if self._ranks.size == 1 and getattr(self._sender, "takes_parameters", False):
             self._feed.look()
+        if self._sender is not None:
+            self._reading = Reading.of(self._feed)
         if self._keeper is not None:
             self._keeper.begin(self._feed)
+
+    def check_unwritten(self) -> None:
+        """All has been read: nobody may have written to it; on the source lane, or fail the round.
+
+        Raises:
+            Validation: Somebody has; names the first tensor.
+        """
+        if self._reading is not None:
+            self._reading.check(rank=self._ranks.rank)
+
+    def _tell_if_written(self) -> None:
+        """Before the ranks part: later on rank 0 may have committed what another one finds."""
+        if self._ranks.size > 1:
+            try:
+                self.check_unwritten()
+            except Validation as error:
+                self._ranks.stop(error)
 
     def abort(self) -> None:
         """End the pass at the next boundary, a blocked send at once. From any thread."""
@@ -87,6 +110,7 @@ class SourcePass:
                     due -= len(batch)
                     self._hand_over(batch)
                     del batch  # a gathered layer must not outlive the next one's gather
+            self._tell_if_written()
             self._ranks.meet("end of pass")
             for batch in batches:  # raises: the source yields more than it announced
                 self._hand_over(batch)
@@ -113,6 +137,8 @@ class SourcePass:
         try:
             if self.is_async:  # it came over the loop, where nothing is copied
                 batch = [(index, settled(tensor)) for index, tensor in batch]
+            if self._reading is not None and self._reading.grows:
+                self._reading.note(columns_of(batch).tensors)
             self._sender.write(batch)
             if self._keeper is not None:
                 self._keeper.take(batch)

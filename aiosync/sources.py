@@ -247,16 +247,19 @@ class ModuleSource(WeightSource):
         Contiguous plain tensors that need no cast; they are the module's own memory. Empty for a
         source with a session, and for a subclass that overrides what is yielded.
         """
+        read = self.read()
+        return {
+            meta.name: compact(read[meta.name].detach())
+            for meta in self.metadata
+            if meta.name in read and is_resident(read[meta.name], meta)
+        }
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """What a pass reads, by announced name; empty for a source whose pass may write to it."""
         if not self._is_plain:
             return {}
-        live = live_tensors(self.module)
-        names, metadata = [meta.name for meta in self.metadata], self.metadata
-        tensors = [live.get(key) for key in self._layout.keys.values()]
-        return {
-            name: compact(tensor.detach())
-            for name, tensor, meta in zip(names, tensors, metadata, strict=True)
-            if tensor is not None and is_resident(tensor, meta)
-        }
+        live, keys = live_tensors(self.module), self._layout.keys
+        return {name: live[key] for name, key in keys.items() if key in live}
 
     def plain_tensors(self) -> list[torch.Tensor] | None:
         """What a pass would yield, in metadata order: the parameters themselves, not detached.

@@ -51,14 +51,19 @@ async def stream_out(
     def drive() -> StreamSummary:
         begin()
         the_pass.run()
-        return sender.finish()
+        return finish()
+
+    def finish() -> StreamSummary:
+        summary = sender.finish()
+        the_pass.check_unwritten()
+        return summary
 
     try:
         if not the_pass.is_async:
             return await lane.run(drive, abort=the_pass.abort, grace=grace)
         await lane.run(begin, abort=the_pass.abort, grace=grace)
         await _async_pass(the_pass, lane, grace)
-        return await lane.run(sender.finish, abort=the_pass.abort, grace=grace)
+        return await lane.run(finish, abort=the_pass.abort, grace=grace)
     finally:
         sender.close()
 

@@ -60,6 +60,7 @@ class Channel:
         if cycle.is_ended():
             raise engine.wrong_order("init")
         info, place = engine.parse_init_info(init_info), place_of(engine, header)
+        engine.check_model()
         with self.turn.taken("an init", caller):
             await engine.machine.pass_gates(Trigger.INITIALIZE)
             await self._back_to_idle()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from typing import TYPE_CHECKING, Any, final
 
 import anyio
@@ -17,6 +19,7 @@ from statemachines.tables import State, Trigger, Weights
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aiosync.messages import RoundHeader
     from aiosync.session import Session
     from aiosync.version import Version
     from aiosync.worker_cycle import WorkerCycle
@@ -31,6 +34,13 @@ class Ending:
     def __init__(self, cycle: WorkerCycle) -> None:
         self.cycle = cycle
         self.commits = 0
+        self.deadline = math.inf
+        """Of `time.monotonic`: what the trainer waits for the round's finish."""
+
+    def note_limit(self, header: RoundHeader | None) -> None:
+        """Finish has come: how long the trainer waits for it."""
+        limit = None if header is None else header.deadline_s
+        self.deadline = math.inf if limit is None else time.monotonic() + limit
 
     @property
     def is_prepared(self) -> bool:
@@ -75,7 +85,9 @@ class Ending:
             await cycle.step(bare)
             if waited:  # others' code ran since the round was verified
                 await engine.lane.run(sink.check_model)
-        async with engine.generation.swap(timeout=DEFAULTS.pause_s):
+        # Sooner than the trainer stops waiting, so that it hears what the swap waited for.
+        patience = min(DEFAULTS.pause_s, max(self.deadline - time.monotonic(), 0))
+        async with engine.generation.swap(timeout=patience):
             if cycle.aim == MODEL:
                 # Before the weights are new: a cache that cannot be emptied costs the round only.
                 await engine.generation.renew_cache(name)

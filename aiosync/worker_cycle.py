@@ -185,6 +185,7 @@ class WorkerCycle:
         if label is not None:
             check_label(label)
         session = self._open_session("finish", header)
+        self.ending.note_limit(header)
         commit = functools.partial(self.ending.commit, bare, session, weight_version)
         await session.do(commit, key="finish")
         await session.wait_over()

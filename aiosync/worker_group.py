@@ -177,6 +177,7 @@ class WorkerGroup(GroupControls, WeightTransferEngine[dict[str, Any], Any]):
     async def finish_weight_update(self) -> None:
         session = self.cycle.session
         assert session is not None  # the life cycle runs this step in one
+        self._deadline = min(self._deadline, self.cycle.ending.deadline)
         # The last moment at which a rank that is gone costs nothing but the round.
         await self._call_all("weight_update_status", phase="finish")
         session.holding = True

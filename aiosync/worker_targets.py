@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from aiosync.errors import Refused
+from aiosync.errors import Refused, Validation
 from aiosync.generation_table import WeightsTag
 from aiosync.weight_targets import MODEL, Draft, Model
 
@@ -20,6 +20,9 @@ class Targets:
     supports_draft_weight_update: ClassVar[bool] = True
     supports_adapters: ClassVar[bool] = False
 
+    uses_sink: ClassVar[bool]
+    name: str
+    config: Any
     model: Any
     model_config: Any
     generation: GenerationGate
@@ -34,6 +37,21 @@ class Targets:
         self.target_versions: dict[str, Version] = {}
         self.unlabelled = False
         """Whether the model's last commit carried no version."""
+
+    def check_model(self) -> None:
+        """Refuse a channel over which nothing could ever come; a model may be given until then.
+
+        Raises:
+            Validation: There is no model, and no draft.
+        """
+        is_ours = self.uses_sink and isinstance(getattr(self.config, "sink", "staged"), str)
+        finds_its_own = type(self).resolve_target is not Targets.resolve_target
+        if is_ours and not finds_its_own and self.model is None and self.draft_model is None:
+            raise Validation(
+                f"model: {self.name} was made without one, and has no draft model either",
+                phase="init",
+                next_step="pass model= to the worker's engine, or a config.sink of your own",
+            )
 
     def set_draft_model(self, model: Any, model_config: Any = None) -> None:
         """The draft model that rounds with the target `Draft` update."""

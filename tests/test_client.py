@@ -478,6 +478,26 @@ async def test_nobody_there(tmp_path):
         assert "ssl" not in caught.value.message
 
 
+async def started(client):
+    await client.start_weight_update()
+
+
+async def followed(client):
+    async for _ in client.events():
+        pass
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("call", [started, followed])
+async def test_a_server_behind_a_unix_socket_is_named_by_its_path(call, tmp_path):
+    url, wire = f"unix://{tmp_path}/w.sock", Wire(http(b"no", status="500 Oops"))
+    async with await asyncio.start_unix_server(wire.answer, tmp_path / "w.sock"):
+        with pytest.raises(RemoteError) as caught:
+            await call(HTTPVLLMWeightSyncClient(url))
+    assert caught.value.message.startswith(f"{url}/")
+    assert "localhost" not in str(caught.value)
+
+
 @pytest.mark.asyncio
 async def test_a_server_that_hangs_up():
     with pytest.raises(PeerLost, match="connection broke"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import aiosync
+from aiosync.testing import DirectClient
 from transports.loopback import LoopbackLink
 
 
@@ -34,6 +35,42 @@ def test_a_worker_engine_that_cannot_work_is_not_made(field, value):
         options[field] = value
     with pytest.raises(aiosync.Validation, match=rf"\b{field}\b"):
         aiosync.WeightTransferEngineFactory.create_engine(config, **options)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_engine_without_a_model_opens_no_channel():
+    config, trained = aiosync.WeightTransferConfig("ipc"), torch.nn.Linear(2, 2)
+    engine = aiosync.WeightTransferEngineFactory.create_engine(config, name="w0")
+    async with engine:
+        with pytest.raises(aiosync.Validation, match="model: w0 was made without") as caught:
+            async with aiosync.connect(trained, workers=[DirectClient(engine)]):
+                pass
+        assert "model=" in caught.value.next_step
+        assert engine.state == "idle"
+        engine.model = torch.nn.Linear(2, 2)
+        async with aiosync.connect(trained, workers=[DirectClient(engine)]) as sync:
+            await sync.send_weights()
+        assert torch.equal(engine.model.weight, trained.weight)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_engine_may_have_a_draft_alone_or_hand_everything_on():
+    trained, draft, got = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), []
+
+    def put(name, tensor):
+        got.append(name)
+
+    parts = {"put": put, "commit": lambda _: None, "abort": got.clear}
+    relay = aiosync.WeightTransferConfig("ipc", sink=aiosync.RelaySink(**parts))
+    make = aiosync.WeightTransferEngineFactory.create_engine
+    async with make(relay) as relayed, make(aiosync.WeightTransferConfig("ipc")) as drafting:
+        async with aiosync.connect(trained, workers=[DirectClient(relayed)]) as sync:
+            await sync.send_weights()
+        assert got == ["weight", "bias"]
+        drafting.set_draft_model(draft)
+        async with aiosync.connect(trained, workers=[DirectClient(drafting)]) as sync:
+            await sync.send_weights(target=aiosync.Draft())
+        assert torch.equal(draft.weight, trained.weight)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ async def test_a_swap_that_waits_too_long_names_the_requests_and_lets_them_flow(
             async with gate.swap(timeout=0):
                 pytest.fail("entered")
         assert caught.value.phase == "pause"
+        assert caught.value.message.endswith(" 0 s: request-1, request-2, request-3")
+        assert "checkpoint()" in caught.value.next_step
         assert caught.value.detail == {"in_flight": 3}
         assert gate.state == "running"
         async with gate.request():

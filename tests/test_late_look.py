@@ -225,3 +225,25 @@ async def test_a_model_that_changes_while_its_tensors_arrive_is_not_committed(me
             with pytest.raises(aiosync.AiosyncError, match="replaced, renamed or moved"):
                 await both.round()
         await both.good_round()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sink", ["in_place", "staged"])
+async def test_a_step_of_the_trainer_while_its_tensors_travel_is_noticed(memory, sink, monkeypatch):
+    async with pair(memory, sink=sink, verify="counts") as both:  # else a digest may find it first
+        for _ in range(KNOWN + 1):
+            await both.good_round()
+        sender = both.trainer.sender
+        finish = sender.finish
+
+        def stepped():
+            with torch.no_grad():
+                both.ours[1].one.weight += 1
+            return finish()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sender, "finish", stepped)
+            patch.setattr(aiosync.ModuleSource, "read", None)  # nobody walks the whole model for it
+            with pytest.raises(aiosync.Validation, match=r"^1\.one\.weight changed while"):
+                await both.round()
+        await both.good_round()

@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 from looped import BUDGET, change, looped
+from ranked import ranks_over
 
 import aiosync
 from aiosync import (
@@ -272,6 +273,35 @@ async def test_a_refused_version_is_told_on_entering():
                 for name, tensor in pairs(pair.model):
                     await session.send(name, tensor)
         await pair.assert_next_round_works()
+
+
+@pytest.mark.parametrize("me", [0, 1])
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"source": torch.nn.Linear(1, 1)}, "takes no source="),
+        ({"metadata": 7}, "'int' object is not iterable"),
+        ({"rollback": "yes"}, "rollback must be True or False"),
+    ],
+)
+async def test_a_session_that_is_wrong_on_one_rank_fails_on_all(me, wrong, text):
+    async with ranks_over(1) as (it, engines):
+
+        async def push_all(engine, **options):
+            async with engine.session(budget=BUDGET, **options) as session:
+                for name, tensor in pairs(it.model):
+                    await session.send(name, tensor)
+            return session.report.outcome
+
+        calls = [push_all(e, **(wrong if at == me else {})) for at, e in enumerate(engines)]
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        for at, error in enumerate(errors):
+            assert text in str(error)
+            assert isinstance(error, aiosync.RemoteError) == (at != me)
+        assert [engine.state for engine in engines] == [State.INITIALIZED] * 2
+        assert it.holders() == set()
+        assert await asyncio.gather(*map(push_all, engines)) == ["committed"] * 2
+        assert it.holders() == {"w0"}
 
 
 async def test_engines_that_write_send_weights_have_no_sessions():

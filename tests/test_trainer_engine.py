@@ -329,6 +329,22 @@ async def test_handle_that_somebody_awaited_logs_nothing(caplog):
         assert caplog.records == []
 
 
+async def test_a_member_stops_waiting_in_finish_before_the_trainer_does():
+    async with looped() as pair:
+        client = pair.trainer.links[0].client
+        finish, limits = client.finish_weight_update, []
+
+        async def spy(*args, header, **options):
+            limits.append(header.deadline_s)
+            return await finish(*args, header=header, **options)
+
+        client.finish_weight_update = spy
+        await pair.trainer.send_weights(budget=Budget(total=60, finish=20, cleanup=1))
+        await pair.trainer.send_weights(budget=Budget(total=20, finish=60, cleanup=1))
+        assert all(limit <= 19 for limit in limits)
+        assert len(limits) == 2
+
+
 # -- busy
 
 
@@ -352,6 +368,26 @@ async def test_busy_names_round_version_and_phase():
             await pair.trainer.initialize()
         hold.released.set()
         assert (await update).version.label == 5
+
+
+async def test_busy_does_not_number_a_round_that_has_no_number():
+    async with looped() as pair:
+        reached, go_on = asyncio.Event(), asyncio.Event()
+
+        async def held(_):
+            reached.set()
+            await go_on.wait()
+
+        remove = pair.trainer.gate("start", held)
+        update = pair.trainer.begin_update(version=5)
+        await reached.wait()
+        with pytest.raises(
+            Busy, match=r"^a round that has no number yet \(version 5\) is .* phase admit"
+        ):
+            await pair.trainer.send_weights()
+        go_on.set()
+        await update
+        remove()
 
 
 @pytest.mark.fault("A-STATE-1")

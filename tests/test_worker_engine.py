@@ -890,6 +890,21 @@ async def test_swap_that_cannot_have_the_gate_keeps_the_old_version(monkeypatch)
         await whole_round(engine, 3, 3)
 
 
+async def test_a_finish_waits_for_requests_as_long_as_its_call_may_take():
+    async with by_hand() as engine:
+        await owned(engine)
+        this = header(engine, 1, 1)
+        await engine.start_weight_update(header=this)
+        await engine.update_weights({"value": 1.0}, header=this)
+        async with engine.generation.request(id="chat-7"):
+            late = msgspec.structs.replace(this, deadline_s=0.01)
+            with pytest.raises(PhaseTimeout, match=r"after 0\.01 s: chat-7") as caught:
+                await engine.finish_weight_update(header=late)
+            assert "checkpoint()" in caught.value.next_step
+        assert (values(engine.model), engine.version, engine.weights) == ({0.0}, None, "intact")
+        await whole_round(engine, 2, 2)
+
+
 async def test_a_start_that_comes_after_its_abort_opens_nothing():
     async with by_hand() as engine:
         await owned(engine)

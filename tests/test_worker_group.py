@@ -109,6 +109,27 @@ async def test_a_list_is_dealt_out_by_rank():
 
 
 @pytest.mark.asyncio
+async def test_a_rank_learns_how_long_a_finish_may_take():
+    async with grouped(2) as g:
+        await g.owned()
+        limits = []
+        for engine in g.engines:
+            note = engine.cycle.ending.note_limit
+
+            def noted(header, note=note):
+                limits.append(header.deadline_s)
+                note(header)
+
+            engine.cycle.ending.note_limit = noted
+        this = g.header(1, 1)
+        await g.group.start_weight_update(header=this)
+        await g.group.update_weights({"value": 1.0}, header=this)
+        await g.group.finish_weight_update("1", header=g.header(1, 1, deadline_s=20.0))
+        assert len(limits) == 2
+        assert all(limit <= 20 for limit in limits)
+
+
+@pytest.mark.asyncio
 async def test_the_init_info_is_each_ranks_own():
     seen = []
 

@@ -12,13 +12,11 @@ from transports import shm_messages as wire
 from transports.chunk_copy import CopyQueue
 from transports.chunk_writer import ChunkWriter
 from transports.digest import available, chain
-from transports.listener import Listener
+from transports.many_links import ManyLinks
 from transports.segments import ALIGNMENT
 from transports.sender_memory import SenderMemory
 from transports.shm_readers import Readers, check_stall
 from transports.stream import Progress, StreamSummary
-from transports.turn import Turn
-from transports.waker import Waker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @final
-class ShmSender:
+class ShmSender(ManyLinks):
     """Writes each chunk once, into memory that all readers of the host map.
 
     What outlives rounds: the address, the token, the buffers, and where in them things go for as
@@ -72,21 +70,18 @@ class ShmSender:
         _check_int("buffers", buffers, 1, 1024)
         if digest is not None and digest not in available():
             raise Validation(f"digest {digest!r} is not one of {', '.join(available())}")
+        super().__init__()
         self.token = secrets.token_hex(16)
         self.progress = Progress()
         self.roll: Roll | None = None
         self._memory = SenderMemory(slot_nbytes=buffer_nbytes, buffers=buffers if packed else None)
         self._kind = digest
         self._shared = tuple(shared)
-        self._waker = Waker()
-        self._turn = Turn(self._waker)
         self._released = False
-        self._listener = Listener()
         self.address = self._listener.address
         self._rounds = 0
         self._copied = 0
         self._in_place = 0
-        self._readers: Readers | None = None
         self._round = 0
         self._writer: ChunkWriter | None = None
         self._nbytes = 0
@@ -175,12 +170,6 @@ class ShmSender:
             self._end_round()
             return StreamSummary(nbytes=done.nbytes, chunks=done.chunks, digest=digest)
 
-    def _failed(self, error: BaseException, aborted: bool) -> None:
-        # Half a round is of no use to anybody: readers are told, and connections dropped.
-        if self._readers is not None and not aborted:
-            self._readers.fail(error)
-        self._end_round()
-
     def _connected(self) -> tuple[Readers, ChunkWriter]:
         self._waker.check()
         if self._readers is None or self._writer is None:
@@ -188,52 +177,19 @@ class ShmSender:
         return self._readers, self._writer
 
     def _end_round(self) -> None:
-        readers, writer = self._readers, self._writer
-        self._readers = self._writer = None
+        writer, self._writer = self._writer, None
         if writer is not None:
             self._copied += writer.copied
             self._in_place += writer.in_place
-        if readers is not None:
-            readers.close()
-
-    def abort(self) -> None:
-        """See `transports.stream.Sender.abort`.
-
-        Holds until the round's blocking call has raised, or until `close`: also for a call that
-        is only about to begin.
-        """
-        self._waker.wake()
-        readers = self._readers
-        if readers is not None:
-            readers.shutdown()
+        super()._end_round()
 
     def nudge(self) -> None:
         """See `transports.stream.PerReader.nudge`."""
         self._waker.nudge()
 
-    def close(self) -> None:
-        """Drop this round's connections and a pending `abort`; the next `open` works.
-
-        From any thread; a call that is still running is aborted, and closes when it ends.
-        """
-        self._turn.now_or_afterwards(self._drop, self.abort)
-
-    def _drop(self) -> None:
-        self._end_round()
-        self._waker.reset()
-
-    def release(self) -> None:
-        """End for good: no address, no memory, no descriptors.
-
-        From any thread; a call that is still running is aborted, and releases when it ends.
-        """
-        self._turn.now_or_afterwards(self._dispose, self.abort)
-
     def _dispose(self) -> None:
         self._released = True
-        self._end_round()
-        self._listener.close()
-        self._waker.close()
+        super()._dispose()
         self._shared = ()
         self._memory.release()
 

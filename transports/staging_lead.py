@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, final
 from statemachines.errors import InvalidTransition
 from transports import shm_messages as wire
 from transports.errors import DigestMismatch, PeerLost, PhaseTimeout
-from transports.listener import Listener
+from transports.many_links import ManyLinks
 from transports.shm_readers import Readers, check_stall
 from transports.staging_memory import name_of, rank_of
-from transports.turn import Turn
-from transports.waker import Waker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ _SOONER = 0.8  # a rank that does not come is found before the sender gives up o
 
 
 @final
-class LeadReceiver:
+class LeadReceiver(ManyLinks):
     """Receives for all ranks; see `transports.stream.Receiver`.
 
     Args:
@@ -42,14 +40,11 @@ class LeadReceiver:
     """
 
     def __init__(self, inner: Receiver, *, address: str, token: str, others: int) -> None:
+        super().__init__(address)
         self.inner = inner
         self.progress = inner.progress
         self._token = token
         self._others = others
-        self._waker = Waker()
-        self._turn = Turn(self._waker)
-        self._readers: Readers | None = None
-        self._listener = Listener(address)
 
     def __repr__(self) -> str:
         return f"<LeadReceiver for {self._others} others of {self.inner!r}>"
@@ -140,44 +135,15 @@ class LeadReceiver:
             self._end_round()
             return summary
 
-    def _failed(self, error: BaseException, aborted: bool) -> None:
-        if self._readers is not None and not aborted:
-            self._readers.fail(error)
-        self._end_round()
-
-    def _end_round(self) -> None:
-        readers, self._readers = self._readers, None
-        if readers is not None:
-            readers.close()
-
     def abort(self) -> None:
         """See `transports.stream.Receiver.abort`."""
-        self._interrupt()
+        super().abort()
         self.inner.abort()
 
-    def _interrupt(self) -> None:
-        self._waker.wake()
-        readers = self._readers
-        if readers is not None:
-            readers.shutdown()
-
     def close(self) -> None:
-        """Drop the round's connections; from any thread."""
+        """See `transports.stream.Receiver.close`; from any thread."""
         self.inner.close()  # by itself: an abort that came after it would be the next round's
-        self._turn.now_or_afterwards(self._drop, self._interrupt)
-
-    def _drop(self) -> None:
-        self._end_round()
-        self._waker.reset()
-
-    def release(self) -> None:
-        """End for good, but for `inner`; from any thread."""
-        self._turn.now_or_afterwards(self._dispose, self._interrupt)
-
-    def _dispose(self) -> None:
-        self._end_round()
-        self._listener.close()
-        self._waker.close()
+        super().close()
 
 
 def _show(

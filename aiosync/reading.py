@@ -1,0 +1,90 @@
+"""Whether somebody wrote to the tensors that a round was reading.
+
+An optimizer that steps in the middle of a round makes a mixture of two versions, which arrives as
+it was sent. torch counts the in-place writes to each tensor; what a pass reads is counted when the
+pass begins, and again when the workers have it all. Writes through ``.data``, through another
+tensor of the same storage, and by torch's fused optimizers are not counted, so they stay unseen.
+
+Only a module's own tensors are compared, and only where the pass is known to read them: a source
+with a session or methods of its own may write to what it yields, and a DTensor's count says little.
+"""
+
+from __future__ import annotations
+
+from itertools import compress
+from operator import attrgetter, ne
+from typing import TYPE_CHECKING, Any, Self, final
+
+from aiosync.errors import Validation
+from aiosync.module_walk import PLAIN_TYPES
+from aiosync.sources import ModuleSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from aiosync.feed import SourceFeed
+
+_COUNT = attrgetter("_version")  # torch has no other public form
+
+
+@final
+class Reading:
+    """The tensors of one pass, and how often each had been written to before it read them.
+
+    Attributes:
+        grows: They are not known beforehand: `note` is told of them.
+    """
+
+    def __init__(self, names: Iterable[str], tensors: Sequence[torch.Tensor] | None) -> None:
+        self.grows = tensors is None
+        self._names = names
+        self._tensors: list[torch.Tensor] = list(tensors or ())
+        self._counts = _counts(self._tensors)
+
+    @classmethod
+    def of(cls, feed: SourceFeed) -> Self | None:
+        """What a pass over `feed` would read, on the thread that runs the source; may be None."""
+        if feed.plain is not None or feed.looking is not None:
+            return cls((meta.name for meta in feed.metadata), feed.plain)
+        if not isinstance(feed.source, ModuleSource):
+            return None
+        read = {
+            name: tensor
+            for name, tensor in feed.source.read().items()
+            if type(tensor) in PLAIN_TYPES
+        }
+        return cls(read, list(read.values())) if read else None
+
+    def note(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The pass is about to read these, the next ones in order."""
+        self._tensors += tensors
+        self._counts += _counts(tensors)
+
+    def check(self, *, rank: int) -> None:
+        """Call it once the pass is over and nothing is read any more.
+
+        Raises:
+            Validation: A tensor was written to meanwhile; the first is named.
+        """
+        now = _counts(self._tensors)
+        if now == self._counts:
+            return
+        written = list(compress(self._names, map(ne, now, self._counts)))
+        more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+        raise Validation(
+            f"{written[0]}{more} changed while the round was reading: the workers would have got a"
+            " mixture of two versions",
+            tensor=written[0],
+            rank=rank,
+            phase="update",
+            next_step="step the optimizer after `await update.released`, or after `send_weights`",
+        )
+
+
+def _counts(tensors: Sequence[Any]) -> list[int]:
+    try:
+        return list(map(_COUNT, tensors))
+    except RuntimeError:  # made in inference mode, where nothing is counted
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001
