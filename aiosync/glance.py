@@ -13,6 +13,7 @@ not looked at yet.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
 from itertools import accumulate, chain
@@ -189,8 +190,13 @@ class Looking:
         else:
             self._known = known
             if time.monotonic() - self._since > _TURN_AFTER_S:
-                time.sleep(_TURN_S)
-                self._since = time.monotonic()
+                self._give_way()
+
+
+    def _give_way(self) -> None:
+        if asyncio._get_running_loop() is None:  # noqa: SLF001 - one that runs is not to sleep
+            time.sleep(_TURN_S)
+        self._since = time.monotonic()
 
 
 @final
