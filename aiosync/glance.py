@@ -192,7 +192,6 @@ class Looking:
             if time.monotonic() - self._since > _TURN_AFTER_S:
                 self._give_way()
 
-
     def _give_way(self) -> None:
         if asyncio._get_running_loop() is None:  # noqa: SLF001 - one that runs is not to sleep
             time.sleep(_TURN_S)

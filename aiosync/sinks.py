@@ -14,7 +14,7 @@ from aiosync.shared_arena import SharedArena
 from aiosync.sink_base import Sink
 from aiosync.spare import Arena, needed_memory
 from aiosync.staging import shares
-from aiosync.targets import Writes, model_tensors
+from aiosync.targets import Writes, model_tensors, writable
 from aiosync.writing import note_written, write
 from statemachines.tables import Weights
 
@@ -183,6 +183,9 @@ class InPlaceSink(Sink):
 
     def _destination(self, index: int) -> torch.Tensor:
         self._look_upto(index + 1)
+        if self._plain is not None:
+            self._tear()
+            return writable(self._plain.plain(index, index + 1)[0])
         targets = self._found.writes[index]
         if not targets or not self._direct(targets[0]):
             return self._scratch(index)

@@ -29,6 +29,8 @@ class NcclReceiver(Half):
     Bytes are verified, where they are, when all have arrived: tensors have landed before.
     """
 
+    asks_late = True
+
     _posted = 0  # chunks whose broadcast is queued
 
     def abort(self) -> None:
@@ -99,6 +101,7 @@ class NcclReceiver(Half):
         # A sink may hand out many at once.
         many: Callable[[Sequence[int]], list[torch.Tensor]] | None
         many = getattr(destination, "many", None)
+        meanwhile: Callable[[int], None] = getattr(destination, "meanwhile", lambda _: None)
 
         def settle(may_stay: int) -> None:
             while len(self._under_way) > may_stay:
@@ -118,6 +121,7 @@ class NcclReceiver(Half):
                 targets = list(map(destination, indices)) if many is None else many(indices)
                 self._load(ring, index, targets)
             self._under_way.append(index)
+            meanwhile(block.end)
             settle(AHEAD)
         settle(0)
 
