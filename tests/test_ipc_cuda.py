@@ -42,6 +42,8 @@ pytestmark = [
 BUDGET = Budget(total=20.0, stall=5.0, cleanup=1.0)
 ADDED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int16}
 DEVICE = "cuda:0"
+WORKERS = f"cuda:{1 % max(torch.cuda.device_count(), 1)}"
+"""On the other GPU, where there is one."""
 
 
 @asynccontextmanager
@@ -49,7 +51,7 @@ async def replicas(count=1, **options):
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(
-                replica(**({"seed": 2 + i, "device": DEVICE} | options))
+                replica(**({"seed": 2 + i, "device": WORKERS} | options))
             )
             for i in range(count)
         ]
