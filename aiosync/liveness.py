@@ -122,6 +122,13 @@ def _held_back(round: Round, name: str) -> None:
         round.notes.append(note)
 
 
+def _to_blame(waiting: list[MemberLink], stall: float) -> str | None:
+    """The one that is waited for, or the only one of those that answers no heartbeat either."""
+    silent = [link for link in waiting if time.monotonic() - link.heard_at > 2 / 3 * stall]
+    suspects = silent if len(silent) == 1 and len(waiting) > 1 else waiting
+    return suspects[0].name if len(suspects) == 1 else None
+
+
 async def watch_stall(round: Round, tick: float, began: float) -> None:
     """End the round once neither the data plane nor any member has moved for ``budget.stall``.
 
@@ -134,10 +141,11 @@ async def watch_stall(round: Round, tick: float, began: float) -> None:
         latest = max(began, round.engine.progress_at(), *members)
         # The data plane times a silent peer itself and names it; this is for all the rest.
         if time.monotonic() - latest > stall + 2 * tick:
-            waiting = [link.name for link in round.present if link.answered != "update"]
+            waiting = [link for link in round.present if link.answered != "update"]
             raise PhaseTimeout(
-                f"no progress for {stall:g} s; waiting for {', '.join(waiting)}",
-                replica=waiting[0] if len(waiting) == 1 else None,
+                f"no progress for {stall:g} s; waiting for "
+                f"{', '.join(link.name for link in waiting)}",
+                replica=_to_blame(waiting, stall),
                 phase="update",
                 round=round.number,
             )

@@ -48,7 +48,7 @@ class MemberLink:
         self.peer: PeerState | None = None
         self.epoch = 0
         self.incarnations = Incarnations()
-        self.progress_at = time.monotonic()
+        self.progress_at = self.heard_at = time.monotonic()
         self.outcome = "pending"
         """Of the round: pending, aborted (confirmed), failed, committed, or unknown."""
         self.answered: str | None = None
@@ -81,7 +81,7 @@ class MemberLink:
         """From here on bytes may move."""
         self.forget_round()
         self.outcome = "pending"
-        self.progress_at = time.monotonic()
+        self.progress_at = self.heard_at = time.monotonic()
         self.note_weights()
 
     def note_weights(self) -> None:
@@ -161,6 +161,8 @@ class MemberLink:
             Refused: Two processes answer in turn.
         """
         before = self.peer
+        if peer is not None:
+            self.heard_at = time.monotonic()
         if peer is None or (before is not None and _is_older(peer, before)):
             return  # a heartbeat's answer may be overtaken by that of the call it runs beside
         self.peer = peer

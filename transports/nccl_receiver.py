@@ -11,6 +11,7 @@ from transports.cuda import mark_current
 from transports.errors import DigestMismatch
 from transports.nccl_half import AHEAD, NBYTES, Half, nccl_knows
 from transports.packing import bytes_of
+from transports.stream import known_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ class NcclReceiver(Half):
                     self._post(ring)
                 indices = list(range(block.first, block.end))
                 targets = list(map(destination, indices)) if many is None else many(indices)
-                self._load(ring, index, targets)
+                self._load(ring, index, targets, known_of(destination, indices))
             self._under_way.append(index)
             meanwhile(block.end)
             settle(AHEAD)
@@ -135,16 +136,22 @@ class NcclReceiver(Half):
         self._marks[self._posted] = wire.record()  # until it is loaded
         self._posted += 1
 
-    def _load(self, ring: Ring, index: int, targets: Sequence[torch.Tensor]) -> None:
+    def _load(
+        self,
+        ring: Ring,
+        index: int,
+        targets: Sequence[torch.Tensor],
+        addresses: list[int] | None,
+    ) -> None:
         """Queue the copies out of the ring; on the current stream, which is the copies' own."""
         _, side = self._queues
         block = ring.blocks[index]
         side.wait(self._marks[index])
         sizes = ring.plan.sizes[block.first : block.end]
-        if tuple(map(NBYTES, targets)) != sizes:
+        if addresses is None and tuple(map(NBYTES, targets)) != sizes:
             at = next(i for i, target in enumerate(targets) if target.nbytes != sizes[i])
             raise self._misfit(block.first + at, targets[at].nbytes, sizes[at])
-        ring.unpack(index, targets)
+        ring.unpack(index, targets, addresses)
         if self._digests is not None:
             self._digests.update(ring.raw(index))
         self._marks[index] = side.record()

@@ -75,20 +75,22 @@ class NcclSender(Half):
         if not batch:
             return
         try:
-            tensors = self._taken(batch)
+            tensors, addresses = self._taken(batch)
             here = mark_current(self._device)
             for queue in self._queues:
                 queue.wait(here)  # what the source has queued to make these tensors
             may_stay = AHEAD
             while tensors:
                 block = ring.blocks[self._at]
-                some = tensors[: block.end - self._next]
-                tensors = tensors[len(some) :]
+                count = block.end - self._next
+                some, tensors = tensors[:count], tensors[count:]
+                there = None if addresses is None else addresses[:count]
+                addresses = None if addresses is None else addresses[count:]
                 if block.place < 0:
                     self._send_alone(some[0])
                     may_stay = 0
                 else:
-                    self._pack(ring, some)
+                    self._pack(ring, some, there)
             if not self._stays:
                 self._settle(may_stay)
                 self._poll(self._queues[1].record())
@@ -114,30 +116,36 @@ class NcclSender(Half):
         self.progress.step(0)
         return self._summary(self._plan)
 
-    def _taken(self, batch: Sequence[tuple[int, torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """The tensors of a batch, which is what is due."""
+    def _taken(
+        self, batch: Sequence[tuple[int, torch.Tensor]]
+    ) -> tuple[Sequence[torch.Tensor], list[int] | None]:
+        """The tensors of a batch, which is what is due, and their addresses, if known."""
         first, end = self._next, self._next + len(batch)
         columns, sizes = columns_of(batch), self._plan.sizes
-        indices, tensors, _ = columns
+        indices, tensors, addresses = columns
         if not columns.are_from(first) or end > len(sizes):
             due = "nothing" if first >= len(sizes) else f"tensor {first}"
             raise Validation(f"tensor {indices[0]} was written, {due} is next")
-        if tuple(map(NBYTES, tensors)) != sizes[first:end]:
+        if addresses is not None and list(map(torch.Tensor.data_ptr, tensors)) != addresses:
+            addresses = None  # one was moved since it was looked at
+        if addresses is None and tuple(map(NBYTES, tensors)) != sizes[first:end]:
             at = next(i for i, t in enumerate(tensors) if t.nbytes != sizes[first + i])
             name = self._tensors[first + at].name
             text = f"{name} has {tensors[at].nbytes} bytes, planned were {sizes[first + at]}"
             raise Validation(text, tensor=name)
-        return tensors
+        return tensors, addresses
 
-    def _pack(self, ring: Ring, tensors: Sequence[torch.Tensor]) -> None:
+    def _pack(
+        self, ring: Ring, tensors: Sequence[torch.Tensor], addresses: list[int] | None
+    ) -> None:
         wire, side = self._queues
         block = ring.blocks[self._at]
         if self._next == block.first and block.after in self._marks:
             side.wait(self._marks[block.after])
-        if not all(map(torch.Tensor.is_contiguous, tensors)):
+        if addresses is None and not all(map(torch.Tensor.is_contiguous, tensors)):
             tensors = list(map(settled, tensors))
         with side.active():
-            ring.pack(self._at, self._next, tensors)
+            ring.pack(self._at, self._next, tensors, addresses)
         self._kept.setdefault(self._at, []).append(tensors)
         self._next += len(tensors)
         if self._next < block.end:

@@ -116,12 +116,13 @@ class PointerCopy:
             gently: Leave room for what runs beside it, which a copy at full speed would hold up.
         """
         columns = (self._column(0, to), self._column(1, out_of))
-        _kernel(self._device)(
-            grid=(min(self._tiles, _GENTLE) if gently else self._tiles, 1, 1),
-            block=(_THREADS, 1, 1),
-            args=[*columns, self._sizes, self._which, self._starts, self._tiles],
-            stream=torch.cuda.current_stream(self._device),
-        )
+        with torch.cuda.device(self._device):  # a launch goes to the thread's own device
+            _kernel(self._device)(
+                grid=(min(self._tiles, _GENTLE) if gently else self._tiles, 1, 1),
+                block=(_THREADS, 1, 1),
+                args=[*columns, self._sizes, self._which, self._starts, self._tiles],
+                stream=torch.cuda.current_stream(self._device),
+            )
 
     def _column(self, side: int, addresses: list[int]) -> torch.Tensor:
         known = self._columns[side]

@@ -150,12 +150,13 @@ class PointerDigest:
             weights = wsum64_weights(self._device)
             column = self._addresses(addresses)
             tables = (column, self._sizes, self._which, self._starts)
-            _kernel(self._device)(
-                grid=(self._tiles, 1, 1),
-                block=(_THREADS, 1, 1),
-                args=[*tables, weights.rows, weights.columns, self._powers, values],
-                stream=torch.cuda.current_stream(self._device),
-            )
+            with torch.cuda.device(self._device):  # a launch goes to the thread's own device
+                _kernel(self._device)(
+                    grid=(self._tiles, 1, 1),
+                    block=(_THREADS, 1, 1),
+                    args=[*tables, weights.rows, weights.columns, self._powers, values],
+                    stream=torch.cuda.current_stream(self._device),
+                )
         return values
 
     def _addresses(self, addresses: list[int]) -> torch.Tensor:

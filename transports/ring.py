@@ -95,40 +95,58 @@ class Ring:
         block = self.blocks[index]
         return self.memory[block.place : block.place + block.nbytes]
 
-    def pack(self, index: int, first: int, tensors: Sequence[torch.Tensor]) -> None:
+    def pack(
+        self,
+        index: int,
+        first: int,
+        tensors: Sequence[torch.Tensor],
+        addresses: list[int] | None = None,
+    ) -> None:
         """Queue copies of contiguous tensors, `first` and those behind it, into their places.
 
         On the current stream; the tensors must stay until they are done. A chunk is sent while
         the next one is packed, so only the first one's copies go at full speed.
+
+        Args:
+            addresses: Theirs, if known.
         """
         copy = self._copy_of(index, first, tensors)
         if copy is None:
             places, sources = self._pairs(index, first, tensors)
             copy_batch(places, sources)
         else:
-            addresses = list(map(_ADDRESS, tensors))
+            if addresses is None:
+                addresses = list(map(_ADDRESS, tensors))
             copy.move(copy.places, copy.kept(addresses), gently=index > 0)
 
-    def unpack(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
+    def unpack(
+        self, index: int, tensors: Sequence[torch.Tensor], addresses: list[int] | None = None
+    ) -> None:
         """Queue copies of a whole chunk out of the ring, into contiguous tensors.
 
         Others still arrive meanwhile, except beside the last one.
+
+        Args:
+            addresses: Theirs, if known; then all are on one device.
         """
         first = self.blocks[index].first
-        copy = self._copy_of(index, first, tensors)
+        copy = self._copy_of(index, first, tensors, alike=addresses is not None)
         if copy is None:
             places, targets = self._pairs(index, first, tensors)
             copy_batch(targets, places)
         else:
-            addresses = list(map(_ADDRESS, tensors))
+            if addresses is None:
+                addresses = list(map(_ADDRESS, tensors))
             is_last = index == len(self.blocks) - 1
             copy.move(copy.kept(addresses), copy.places, gently=not is_last)
 
-    def _copy_of(self, index: int, first: int, tensors: Sequence[torch.Tensor]) -> _Copy | None:
+    def _copy_of(
+        self, index: int, first: int, tensors: Sequence[torch.Tensor], *, alike: bool = False
+    ) -> _Copy | None:
         if (
             len(tensors) < _FEW
             or not pointer_copies(self.memory.device)
-            or not all(map(_IS_CUDA, tensors))
+            or not all(map(_IS_CUDA, tensors[:1] if alike else tensors))
         ):
             return None
         key = (first, len(tensors))
