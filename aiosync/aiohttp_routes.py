@@ -48,15 +48,19 @@ def routes_of(service: WeightUpdateService) -> list[web.RouteDef]:
 
 
 async def handle(
-    service: WeightUpdateService, path: str | None, request: web.Request
+    service: WeightUpdateService, path: str | None, request: web.BaseRequest
 ) -> web.StreamResponse:
     # Bound to its path: under a prefix the request's own path is another one.
+    served_alone = path is None  # an application asks for the body by itself
     path = path or request.path
     headers = read_headers(request.headers.items())
     refusal = service.refuse(request.method, path, headers)
     if refusal is not None:
         return _whole(refusal, hang_up=request.can_read_body)
     try:
+        if served_alone and headers.get("expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # the answer itself has not begun
         body = await _read(request, service.limit_of(path))
     except (Validation, PhaseTimeout) as error:
         return _whole(service.failure(error, headers), hang_up=True)
@@ -69,7 +73,7 @@ async def handle(
     return await _streamed(request, response)
 
 
-async def _read(request: web.Request, limit: int) -> bytes:
+async def _read(request: web.BaseRequest, limit: int) -> bytes:
     if request.content.is_eof():  # all of it came with the headers: nothing is waited for
         return await _all_of(request, limit)
     with anyio.move_on_after(DEFAULTS.rpc_s):
@@ -77,7 +81,7 @@ async def _read(request: web.Request, limit: int) -> bytes:
     raise PhaseTimeout(f"the body did not arrive within {DEFAULTS.rpc_s:g} s")
 
 
-async def _all_of(request: web.Request, limit: int) -> bytes:
+async def _all_of(request: web.BaseRequest, limit: int) -> bytes:
     body = bytearray()
     while not request.content.at_eof():
         body += await request.content.readany()
@@ -98,7 +102,7 @@ def _whole(response: Response, *, hang_up: bool = False) -> web.Response:
     return answer
 
 
-async def _streamed(request: web.Request, response: Response) -> web.StreamResponse:
+async def _streamed(request: web.BaseRequest, response: Response) -> web.StreamResponse:
     answer = web.StreamResponse(headers=response.headers)
     answer.content_type = response.content_type
     assert response.stream is not None

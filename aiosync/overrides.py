@@ -159,13 +159,13 @@ async def call_step(
         calls: How a method on the lane uses an async client.
         left: Told of an async method that did not end when it was cancelled.
     """
-    what = f"{_name_of(bare)} of {type(owner).__name__}"
-    stopping = functools.partial(stoppable, grace=grace, what=what, left=left)
     token = _INSIDE.set(_INSIDE.get() | {id(owner)})
     try:
+        if _plain(bare) in _AT_ONCE:
+            return await bare(*args)
+        what = f"{_name_of(bare)} of {type(owner).__name__}"
+        stopping = functools.partial(stoppable, grace=grace, what=what, left=left)
         if _is_async(bare):
-            if _plain(bare) in _AT_ONCE:
-                return await bare(*args)
             return await stopping(functools.partial(bare, *args))
         # The lane has its own context; the copy carries the mark of the running step over.
         context = contextvars.copy_context()
@@ -190,8 +190,7 @@ def call_instant(owner: object, bare: Callable[..., Any]) -> None:
 
 
 def _is_async(method: Callable[..., Any]) -> bool:
-    plain = _plain(method)
-    return plain in _AT_ONCE or inspect.iscoroutinefunction(inspect.unwrap(plain))
+    return inspect.iscoroutinefunction(inspect.unwrap(_plain(method)))
 
 
 def _name_of(method: Callable[..., Any]) -> str:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from aiosync.budget import check_seconds
 from aiosync.errors import InvalidTransition, PhaseTimeout
@@ -72,7 +72,7 @@ class Watchable(KnowsFormerNames):
     @property
     def state(self) -> State:
         """The state of the life cycle (`statemachines.tables.ENGINE`)."""
-        return State(self.machine.state)
+        return cast("State", self.machine.state)  # the table's own member
 
     @property
     def events(self) -> TransitionHub:

@@ -270,6 +270,19 @@ async def test_explicit_success(body):
     assert (reply.peer is None) == ("aiosync" not in body)
 
 
+@pytest.mark.asyncio
+async def test_our_own_success_is_believed_and_what_is_said_beside_it_is_read():
+    peer = {"protocol": 1, "state": "updating", "incarnation": "abc"}
+    reply = await start_against(answer({"message": "Weight update started", "aiosync": peer}))
+    assert reply.message["message"] == "Weight update started"
+    assert reply.peer is not None
+    assert (reply.peer.state, reply.peer.incarnation) == ("updating", "abc")
+    with pytest.raises(RemoteError, match="no bytes moved"):
+        await start_against(answer({"message": "ok", "error": "no bytes moved", "aiosync": peer}))
+    with pytest.raises(ProtocolMismatch, match="protocol 2"):
+        await start_against(answer({"message": "ok", "aiosync": peer | {"protocol": 2}}))
+
+
 @pytest.mark.fault("A-SILENT-2")
 @pytest.mark.parametrize(
     ("body", "shown"),

@@ -144,8 +144,10 @@ def test_packed_is_an_update_for_each_filling_of_one_buffer(handles):
 @pytest.mark.parametrize("early", [False, True])
 async def test_a_round_is_verified_once_and_before_it_counts(early, monkeypatch):
     verified = []
-    verify = StagedSink.verify
-    monkeypatch.setattr(StagedSink, "verify", lambda sink: (verified.append(phase()), verify(sink)))
+    for name in ("verify", "verify_stream"):
+        verify = getattr(StagedSink, name)
+        noted = lambda sink, verify=verify: (verified.append(phase()), verify(sink))  # noqa: E731
+        monkeypatch.setattr(StagedSink, name, noted)
     engine = aiosync.IPCWeightTransferEngine(
         aiosync.WeightTransferConfig("ipc"), None, "cpu", nn.Linear(2, 2)
     )

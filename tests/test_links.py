@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import gc
+import math
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import pytest
 
 from statemachines.errors import Validation
 from transports import links
+from transports import waker as waiting
 from transports.errors import PeerLost, PhaseTimeout, TransportAborted
 from transports.links import FRAME_LIMIT, Link, native_address
 from transports.listener import Listener
@@ -334,3 +336,37 @@ def test_every_object_says_what_it_is(pair, listener, waker):
     assert listener.address in repr(listener)
     waker.wake()
     assert "woken" in repr(waker)
+
+
+def test_a_wait_that_was_short_makes_the_next_one_look_first(pair, monkeypatch):
+    near, far = pair
+    monkeypatch.setattr(waiting, "_SOON_S", math.inf)
+    monkeypatch.setattr(waiting, "_LOOK_S", 5.0)
+    slept = []
+    ask = waiting.milliseconds_until
+    monkeypatch.setattr(waiting, "milliseconds_until", lambda t: (slept.append(t), ask(t))[1])
+
+    def answered_meanwhile():
+        sender = threading.Timer(0.02, far.send, [b"news"], {"deadline": soon()})
+        sender.start()
+        assert near.recv(deadline=soon())[0] == b"news"
+        sender.join()
+        return len(slept)
+
+    assert answered_meanwhile() == 1
+    assert answered_meanwhile() == 1  # found while it looked
+
+
+def test_a_wait_that_looked_in_vain_sleeps_the_next_time(waker, pair, monkeypatch):
+    near, _ = pair
+    looked = []
+    monkeypatch.setattr(waiting, "_let_others_run", lambda: looked.append(None))
+    waker._looks = True
+    with pytest.raises(PhaseTimeout):
+        near.recv(deadline=soon(0.01))
+    assert looked
+    assert not waker._looks
+    looked.clear()
+    with pytest.raises(PhaseTimeout):
+        near.recv(deadline=soon(0.01))
+    assert not looked

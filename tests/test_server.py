@@ -712,6 +712,22 @@ async def test_a_body_that_never_ends_is_not_waited_for(small_limit):
 
 
 @pytest.mark.asyncio
+async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked():
+    async with serve(Engine(), port=0) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = "POST /start_weight_update HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
+        writer.write(f"{head}Connection: close\r\nExpect: 100-continue\r\n\r\n".encode())
+        async with asyncio.timeout(5):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(b"{}")
+            answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"Weight update started" in answer
+
+
+@pytest.mark.asyncio
 async def test_unknown_paths_are_json_over_the_wire():
     async with serve(Engine(), port=0) as server, aiohttp.ClientSession() as session:
         for method, path, status in (("GET", "/a/b", 404), ("PUT", "/ready", 405)):

@@ -464,3 +464,57 @@ async def test_session_whose_task_never_began_ends_too():
     assert len(ends) == 1
     with pytest.raises(RoundCancelled, match="worker stopped"):
         await caller
+
+
+async def test_what_awaits_nothing_is_done_at_once():
+    async with running() as (session, ends, _):
+        steps = []
+        asyncio.get_running_loop().call_soon(steps.append, "another")
+        await session.do_now(lambda: steps.append("done"), key="start")
+        assert steps == ["done"]
+        assert session.asked == ["start"]
+        again = Job()
+        await session.do(again, key="start")  # the same call again: answered from the record
+        assert again.runs == 0
+        assert not ends
+
+
+async def test_what_awaits_nothing_has_its_turn_behind_other_jobs():
+    async with running() as (session, _, _):
+        job, steps = Job(), []
+        first = asyncio.create_task(session.do(job))
+        await job.started.wait()
+        second = asyncio.create_task(session.do_now(lambda: steps.append("done"), key="prepare"))
+        await settled()
+        assert not steps
+        job.go.set()
+        await asyncio.wait([first, second], timeout=5)
+        assert steps == ["done"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_error_of_what_awaits_nothing_ends_the_session(begun):
+    def bad():
+        raise DigestMismatch("bytes differ")
+
+    async with running() as (session, ends, _):
+        if begun:
+            await settled()
+        with pytest.raises(DigestMismatch, match="bytes differ"):
+            async with asyncio.timeout(5):
+                await session.do_now(bad, key="prepare")
+        await over(session)
+        assert len(ends) == 1
+        assert isinstance(ends[0], DigestMismatch)
+
+
+async def test_nothing_is_done_at_once_in_a_session_that_is_told_to_end():
+    async with running() as (session, ends, _):
+        steps = []
+        await settled()
+        session.cancel(PeerLost("the trainer is gone"))
+        with pytest.raises(PeerLost):
+            async with asyncio.timeout(5):
+                await session.do_now(lambda: steps.append("done"), key="prepare")
+        assert not steps
+        assert len(ends) == 1

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 FRAME_LIMIT = 1 << 20
 FDS_LIMIT = 64
 _HEADER = struct.Struct("!I")
+# Plain numbers: arithmetic with the enumerations they come from takes longer than the system call.
+_NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
+_CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_TRUNCATED = int(socket.MSG_CTRUNC)
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -150,7 +154,7 @@ class Link:
             data, fds = self._outbox[0]
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             try:
-                sent = self._sock.sendmsg([data], rights, getattr(socket, "MSG_NOSIGNAL", 0))
+                sent = self._sock.sendmsg([data], rights, _NO_SIGNAL)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -217,9 +221,7 @@ class Link:
         if size == 0:
             return b""
         try:
-            data, ancillary, flags, _ = self._sock.recvmsg(
-                size, space, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-            )
+            data, ancillary, flags, _ = self._sock.recvmsg(size, space, _CLOSE_ON_EXEC)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -229,7 +231,7 @@ class Link:
                 fds = array.array("i")
                 fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
                 self._fds.extend(fds)
-        if flags & socket.MSG_CTRUNC or len(self._fds) > max_fds:
+        if flags & _TRUNCATED or len(self._fds) > max_fds:
             self._drop_fds()
             raise Validation(
                 f"unexpected or truncated descriptors from the peer (at most {max_fds} allowed; "
