@@ -185,12 +185,13 @@ class GenerationGate(Floor):
     # -- a change of the weights -----------------------------------------------------------------
 
     @asynccontextmanager
-    async def swap(self, *, timeout: float = 30.0) -> AsyncIterator[None]:
+    async def swap(self, *, timeout: float = 30.0, phase: str = "pause") -> AsyncIterator[None]:
         """Hold alone: waits for the requests inside, keeps new ones out.
 
         Args:
             timeout: Seconds until the body runs, waiting for other swaps included. The body
                 itself is not limited.
+            phase: Of what the swap is a part, in errors.
 
         Raises:
             PhaseTimeout: Requests (or another swap) were still inside; the gate is open again.
@@ -202,10 +203,10 @@ class GenerationGate(Floor):
             else:
                 await self._queue(self._swaps, me, self._end_turn)
         if scope.cancelled_caught:
-            raise PhaseTimeout(f"another swap is still {self.state}", phase="pause")
+            raise PhaseTimeout(f"another swap is still {self.state}", phase=phase)
         try:
             left = max(scope.deadline - anyio.current_time(), 0)
-            await self._drain(left, self.update_mode, all_gone=False, asked=timeout)
+            await self._drain(left, self.update_mode, all_gone=False, asked=timeout, phase=phase)
             yield
             self._swaps_done += 1
         finally:

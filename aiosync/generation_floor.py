@@ -258,7 +258,13 @@ class Floor:
             self._settle()
 
     async def _drain(
-        self, timeout: float, mode: PauseMode, *, all_gone: bool, asked: float | None = None
+        self,
+        timeout: float,
+        mode: PauseMode,
+        *,
+        all_gone: bool,
+        asked: float | None = None,
+        phase: str = "pause",
     ) -> None:
         with anyio.move_on_after(timeout):
             while self._active or (all_gone and self._inside):
@@ -272,7 +278,7 @@ class Floor:
             raise PhaseTimeout(
                 f"generation goes on: {still} requests were still running after"
                 f" {round(limit, 2):g} s: {first_few(inside)}",
-                phase="pause",
+                phase=phase,
                 detail={"in_flight": still},
                 next_step=_ADVICE[mode],
             )

@@ -87,7 +87,7 @@ class Ending:
                 await engine.lane.run(sink.check_model)
         # Sooner than the trainer stops waiting, so that it hears what the swap waited for.
         patience = min(DEFAULTS.pause_s, max(self.deadline - time.monotonic(), 0))
-        async with engine.generation.swap(timeout=patience):
+        async with engine.generation.swap(timeout=patience, phase="finish"):
             if cycle.aim == MODEL:
                 # Before the weights are new: a cache that cannot be emptied costs the round only.
                 await engine.generation.renew_cache(name)

@@ -26,6 +26,7 @@ from aiosync.watchable import BUSY
 from aiosync.weight_targets import MODEL, of_header
 from aiosync.worker_channel import Channel
 from aiosync.worker_commit import Ending
+from aiosync.worker_pausing import patience
 from statemachines.tables import State, Trigger, Weights
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ class WorkerCycle:
                 return  # the same call again: it has the outcome of the first
             self._payload = info
         engine.machine.fire(Trigger.UPDATE, round=session.number, nbytes=engine.received_bytes())
-        await session.do(functools.partial(self._receive, bare, info, session.number), key=key)
+        receive = functools.partial(self._receive, bare, info, patience(info, header))
+        await session.do(receive, key=key)
 
     async def prepare(self, *, header: RoundHeader | None = None) -> None:
         self.ownership.check(header, "prepare")
@@ -266,10 +268,10 @@ class WorkerCycle:
             if sink.is_open:  # it was opened once more by a step whose round was over
                 sink.abort()
 
-    async def _receive(self, bare: Callable[..., Any], info: Any, number: int) -> None:
+    async def _receive(self, bare: Callable[..., Any], info: Any, limit: float) -> None:
         engine = self.engine
         if engine.writes_early:
-            await engine.pausing.hold_for_round(number)
+            await engine.pausing.hold_for_round(self.ownership.last_round, limit)
         if not engine.uses_sink:
             # The engine writes into the model by itself; until it finishes nobody can tell.
             engine.weights = Weights.UNKNOWN

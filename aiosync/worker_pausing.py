@@ -26,6 +26,18 @@ _WEIGHTS = "weights"
 _ROUND = "round"
 
 
+def patience(info: Any, header: RoundHeader | None) -> float:
+    """How long an update may wait for requests, in seconds.
+
+    A little less than the trainer waits for the first byte to be taken, so that it hears what holds
+    the round up.
+    """
+    deadline = None if header is None else header.deadline_s
+    limits = [limit for limit in (getattr(info, "stall_s", None), deadline) if limit is not None]
+    sooner = [limit - min(limit / 10, DEFAULTS.cleanup_s) for limit in limits]
+    return min([DEFAULTS.pause_s, *sooner])
+
+
 @final
 class Pausing:
     """The holds that one worker engine has on its generation gate."""
@@ -94,15 +106,19 @@ class Pausing:
         if header is not None and header.owner in self._heard:
             self._heard[header.owner] = time.monotonic()
 
-    async def hold_for_round(self, number: int) -> None:
-        """Before the first write into a model that requests may be using."""
+    async def hold_for_round(self, number: int, limit: float) -> None:
+        """Before the first write into a model that requests may be using.
+
+        Raises:
+            PhaseTimeout: They did not stop within `limit` seconds; named.
+        """
         if self._round is None:
             gate = self.engine.generation
             self._round = await gate.pause(
                 gate.update_mode,
                 owner=_ROUND,
                 reason=f"round {number} writes into the model",
-                timeout=DEFAULTS.pause_s,
+                timeout=limit,
                 refuse=False,
             )
 

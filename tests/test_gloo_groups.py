@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
+from near_groups import held, near_group, trained
 from paced import Paced
 from processes import replica
-from rank_groups import parallel
+from rank_groups import LONG as BUDGET
+from rank_groups import unhurried
 from torch import nn
 
 import aiosync
 from aiosync import (
-    Budget,
     Coverage,
     HTTPVLLMWeightSyncClient,
     OutcomeUnknown,
@@ -29,14 +30,8 @@ from aiosync.testing import DirectClient
 from transports.gloo_group import GlooGroup
 from transports.rendezvous import Meeting, StoreHost
 
-# A cause that is known on the other side has the time to get here.
-BUDGET = Budget(total=40.0, stall=20.0, finish=20.0, cleanup=8.0)
 GLOO = {"backend": "gloo"}
-
-
-def group_of(size: int = 2, **options):
-    # A process that ends is noticed at once; one that is slow, under load, is not given up.
-    return parallel(size, **{"heartbeat_s": 0.2, "misses": 50, "rank": GLOO, **options})
+CONFIGS = [WeightTransferConfig(**GLOO)]
 
 
 class Listing(HTTPVLLMWeightSyncClient):
@@ -52,7 +47,7 @@ class Listing(HTTPVLLMWeightSyncClient):
 async def test_replicas_of_different_sizes_share_one_group():
     async with (
         replica(kind="full", **GLOO) as first,
-        group_of(2) as tp,
+        unhurried(rank=GLOO) as tp,
         replica(kind="full", **GLOO) as last,
     ):
         workers = [first.url, tp.url, last.url]
@@ -69,7 +64,7 @@ async def test_replicas_of_different_sizes_share_one_group():
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_list_has_an_entry_for_each_rank():
-    async with group_of() as tp:
+    async with unhurried(rank=GLOO) as tp:
         async with aiosync.connect(tp.model, workers=[Listing(tp.url)]) as sync:
             await sync.send_weights(version=7, budget=BUDGET)
             await tp.assert_ranks_hold(7, 7)
@@ -79,10 +74,8 @@ async def test_a_list_has_an_entry_for_each_rank():
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("phase", ["bytes", "finish"])
-async def test_a_rank_killed_in_a_phase(phase, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("r")
-    paths = [folder / "0", folder / "1"]
-    async with group_of(paths=paths) as tp:
+async def test_a_rank_killed_in_a_phase(phase):
+    async with unhurried(rank=GLOO) as tp:
         armed = False
 
         def kill_at(index: int) -> None:
@@ -106,45 +99,18 @@ async def test_a_rank_killed_in_a_phase(phase, tmp_path_factory):
             else:
                 await tp.assert_ranks_hold(7, 1, only=[0])
             armed = False
-            async with replica(kind="slice-1-2", seed=5, path=paths[1], **GLOO) as fresh:
-                tp.ranks[1] = fresh
-                tp.set(9)
-                await sync.send_weights(version=3, budget=BUDGET)
-                await tp.assert_ranks_hold(9, 3)
+            async with tp.replaced(1):
+                await tp.assert_mended(sync, 9, 3, BUDGET)
 
 
 # --- ranks of this process ---
 
 
-async def enter_group(stack: AsyncExitStack, *parts: nn.Module) -> WorkerGroup:
-    create = aiosync.WeightTransferEngineFactory.create_engine
-    clients = []
-    for number, part in enumerate(parts):
-        engine = create(WeightTransferConfig("gloo"), model=part, name=f"r{number}")
-        clients.append(DirectClient(await stack.enter_async_context(engine), name=engine.name))
-    group = WorkerGroup(clients, name="tp", heartbeat_s=5.0)
-    return await stack.enter_async_context(group)
-
-
-def trained(value: float, *, bias: bool = True) -> nn.Module:
-    model = nn.Linear(64, 64, bias=bias)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
-
-
-def held(model: nn.Module) -> set[float]:
-    return {float(v) for p in model.parameters() for v in p.detach().unique()}
-
-
 @pytest.mark.asyncio
 async def test_a_rank_whose_model_differs_costs_the_round_only():
     parts = [trained(0.0), trained(0.0, bias=False)]
-    async with AsyncExitStack() as stack:
-        group = await enter_group(stack, *parts)
-        server = await stack.enter_async_context(aiosync.serve(group))
-        async with aiosync.connect(trained(1.0), workers=[server.url]) as sync:
+    async with near_group(*parts, configs=CONFIGS) as (_, group, url):
+        async with aiosync.connect(trained(1.0), workers=[url]) as sync:
             with pytest.raises(Coverage, match="bias") as caught:
                 await sync.send_weights(version=1, budget=BUDGET)
             assert (caught.value.rank, group.weights) == (1, "intact")
@@ -160,9 +126,9 @@ async def test_a_rank_whose_model_differs_costs_the_round_only():
 @pytest.mark.parametrize("alone", [True, False])
 async def test_a_replica_that_counts_one_rank_too_few_is_found_at_init(alone, monkeypatch):
     async with AsyncExitStack() as stack:
-        groups = [await enter_group(stack, trained(0.0), trained(0.0))]
-        if not alone:
-            groups.append(await enter_group(stack, trained(0.0)))
+        parts = [[trained(0.0), trained(0.0)], [trained(0.0)]][: 1 if alone else 2]
+        entered = [near_group(*own, configs=CONFIGS) for own in parts]
+        groups = [(await stack.enter_async_context(each))[1] for each in entered]
         first = groups[0]
         says = type(first).peer_state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import by_hand
@@ -13,14 +13,15 @@ import models
 import pytest
 import sliced
 import torch
+from near_groups import fill, held, near_group, trained
 from paced import Hold, Paced
 from processes import replica
-from rank_groups import PHASES, parallel
+from rank_groups import LONG as BUDGET
+from rank_groups import PHASES, unhurried
 from torch import nn
 
 import aiosync
 from aiosync import (
-    Budget,
     Coverage,
     OutcomeUnknown,
     PeerLost,
@@ -30,18 +31,14 @@ from aiosync import (
     WeightTransferConfig,
     WorkerGroup,
 )
-from aiosync.testing import DirectClient
 from transports.segments import Segment
 
-# A cause that is known on the other side has the time to get here.
-BUDGET = Budget(total=40.0, stall=20.0, finish=20.0, cleanup=8.0)
 SHARED = {"staging": "shared_host"}
 CHUNKS = {"packed": True, "packed_buffer_size_bytes": 4096}  # so that a round has many
 
 
 def group_of(size: int = 2, **options):
-    # A process that ends is noticed at once; one that is slow, under load, is not given up.
-    return parallel(size, **{"heartbeat_s": 0.2, "misses": 50, "rank": SHARED, **options})
+    return unhurried(size, **{"rank": SHARED, **options})
 
 
 # --- processes ---
@@ -82,10 +79,8 @@ async def test_each_rank_takes_its_part_of_one_copy(free_shm):
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_the_memory_is_kept_between_rounds(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("r")
-    paths = [folder / "0", folder / "1"]
-    async with group_of(paths=paths, rank={**SHARED, "kind": "full"}) as tp:
+async def test_the_memory_is_kept_between_rounds():
+    async with group_of(rank={**SHARED, "kind": "full"}) as tp:
         async with aiosync.connect(tp.model, workers=[tp.url]) as sync:
             maps = []
             for version in (1, 2):
@@ -94,9 +89,8 @@ async def test_the_memory_is_kept_between_rounds(tmp_path_factory):
             assert len(maps[0]) == 1
             assert maps[0] == maps[1]
             await tp.ranks[1].kill()
-            async with replica(kind="full", path=paths[1], **SHARED) as fresh:
-                while tp.group.ranks[1].lost is not None or not tp.group.ranks[1].link.restarted:
-                    await asyncio.sleep(0.05)
+            async with tp.replaced(1) as fresh:
+                await tp.until_found(1, restarted=True)
                 report = await sync.send_weights(version=3, budget=BUDGET)
                 assert report.outcome == "committed"
                 new = memfds(fresh.process.pid)
@@ -112,11 +106,9 @@ async def test_the_memory_is_kept_between_rounds(tmp_path_factory):
     ("rank", "phase"),
     [(0, "update"), (0, "bytes"), (0, "finish"), (1, "bytes"), (1, "prepare"), (1, "finish")],
 )
-async def test_a_rank_killed_in_a_phase(rank, phase, tmp_path_factory):
+async def test_a_rank_killed_in_a_phase(rank, phase):
     """Rank 0 receives for both."""
-    folder = tmp_path_factory.mktemp("r")
-    paths = [folder / "0", folder / "1"]
-    async with group_of(paths=paths) as tp:
+    async with group_of() as tp:
         armed = False
 
         def kill_at(index: int) -> None:
@@ -140,13 +132,8 @@ async def test_a_rank_killed_in_a_phase(rank, phase, tmp_path_factory):
             else:
                 await tp.assert_ranks_hold(7, 1, only=[1 - rank])
             armed = False
-            kind = f"slice-{rank}-2"
-            async with replica(kind=kind, seed=5, path=paths[rank], **SHARED) as fresh:
-                tp.ranks[rank] = fresh
-                tp.set(9)
-                await sync.send_weights(version=3, budget=BUDGET)
-                await tp.assert_ranks_hold(9, 3)
-                assert tp.group.peer_state().weights == "intact"
+            async with tp.replaced(rank):
+                await tp.assert_mended(sync, 9, 3, BUDGET)
 
 
 @pytest.mark.slow
@@ -187,11 +174,8 @@ async def test_a_rank_stopped_while_bytes_arrive_is_lost_and_comes_back(rank):
             await tp.assert_ranks_hold(7, 1, only=[1 - rank])
             armed = False
             tp.ranks[rank].signal(signal.SIGCONT)
-            while tp.group.ranks[rank].lost is not None:
-                await asyncio.sleep(0.1)
-            tp.set(9)
-            await sync.send_weights(version=3, budget=BUDGET)
-            await tp.assert_ranks_hold(9, 3)
+            await tp.until_found(rank)
+            await tp.assert_mended(sync, 9, 3, BUDGET)
 
 
 @pytest.mark.slow
@@ -233,37 +217,10 @@ class Careful:
         self.held = {name: tensor.clone() for name, tensor in weights}
 
 
-@asynccontextmanager
-async def shared(*parts, backend: str = "ipc", configs=None, **options):
-    """Engines of this process in a served group; the engines, the group, and its URL."""
-    async with AsyncExitStack() as stack:
-        engines = []
-        for number, model in enumerate(parts):
-            config = WeightTransferConfig(backend, **(configs[number] if configs else SHARED))
-            create = aiosync.WeightTransferEngineFactory.create_engine
-            engine = create(config, model=model, name=f"r{number}")
-            engines.append(await stack.enter_async_context(engine))
-        clients = [DirectClient(engine, name=engine.name) for engine in engines]
-        group = WorkerGroup(clients, name="tp", heartbeat_s=5.0, **options)
-        await stack.enter_async_context(group)
-        server = await stack.enter_async_context(aiosync.serve(group))
-        yield engines, group, server.url
-
-
-def trained(value: float) -> nn.Module:
-    model = nn.Linear(64, 64)
-    fill(model, value)
-    return model
-
-
-def fill(model: nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-
-
-def held(model: nn.Module) -> set[float]:
-    return {float(v) for p in model.parameters() for v in p.detach().unique()}
+def shared(*parts, backend: str = "ipc", others=SHARED, **options):
+    """A group of this process; `others` is what all ranks but the first are told."""
+    configs = [WeightTransferConfig(backend, **own) for own in (SHARED, others)]
+    return near_group(*parts, configs=configs, **options)
 
 
 @pytest.mark.asyncio
@@ -399,7 +356,7 @@ async def test_a_worker_without_a_group_is_told():
 @pytest.mark.asyncio
 async def test_all_ranks_share_or_none_does():
     parts = [trained(0.0), trained(0.0)]
-    async with shared(*parts, configs=[SHARED, {}]) as (_, _, url):
+    async with shared(*parts, others={}) as (_, _, url):
         with pytest.raises(Validation, match=r"rank 0 has .* rank 1 has not") as caught:
             async with aiosync.connect(trained(1.0), workers=[url]):
                 pass

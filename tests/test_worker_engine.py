@@ -900,7 +900,10 @@ async def test_a_finish_waits_for_requests_as_long_as_its_call_may_take():
             late = msgspec.structs.replace(this, deadline_s=0.01)
             with pytest.raises(PhaseTimeout, match=r"after 0\.01 s: chat-7") as caught:
                 await engine.finish_weight_update(header=late)
-            assert "checkpoint()" in caught.value.next_step
+            assert (caught.value.phase, "checkpoint()" in caught.value.next_step) == (
+                "finish",
+                True,
+            )
         assert (values(engine.model), engine.version, engine.weights) == ({0.0}, None, "intact")
         await whole_round(engine, 2, 2)
 

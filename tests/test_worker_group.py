@@ -433,10 +433,8 @@ async def test_groups_and_single_workers_in_one_fleet():
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("phase", [*PHASES])
-async def test_a_rank_killed_in_a_phase(phase, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("r")
-    paths = [folder / "0", folder / "1"]
-    async with parallel(paths=paths) as tp:
+async def test_a_rank_killed_in_a_phase(phase):
+    async with parallel() as tp:
         async with aiosync.connect(tp.model, workers=[tp.url]) as sync:
             await sync.send_weights(version=1, budget=BUDGET)
             tp.set(8)
@@ -452,12 +450,8 @@ async def test_a_rank_killed_in_a_phase(phase, tmp_path_factory):
             else:
                 await tp.assert_ranks_hold(7, 1, only=[0])
             # A new process takes its place, and the next round mends the replica.
-            async with replica(kind="slice-1-2", seed=5, path=paths[1]) as fresh:
-                tp.ranks[1] = fresh
-                tp.set(9)
-                await sync.send_weights(version=3, budget=BUDGET)
-                await tp.assert_ranks_hold(9, 3)
-                assert tp.group.peer_state().weights == "intact"
+            async with tp.replaced(1):
+                await tp.assert_mended(sync, 9, 3, BUDGET)
 
 
 @pytest.mark.slow
@@ -481,10 +475,8 @@ async def test_a_rank_killed_between_prepare_and_finish_leaves_the_others_old():
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_a_rank_that_ends_between_rounds_is_noticed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("r")
-    paths = [folder / "0", folder / "1"]
-    async with parallel(paths=paths) as tp:
+async def test_a_rank_that_ends_between_rounds_is_noticed():
+    async with parallel() as tp:
         async with aiosync.connect(tp.model, workers=[tp.url]) as sync:
             await sync.send_weights(version=1, budget=BUDGET)
             await tp.ranks[1].kill()
@@ -495,26 +487,19 @@ async def test_a_rank_that_ends_between_rounds_is_noticed(tmp_path_factory):
             assert caught.value.rank == 1
             with pytest.raises(InvalidTransition, match="rank 1 is lost"):
                 await tp.group.start_weight_update(header=by_hand.header(tp.group, 9, 9))
-            async with replica(kind="slice-1-2", seed=5, path=paths[1]) as fresh:
-                tp.ranks[1] = fresh
-                tp.set(9)
-                await sync.send_weights(version=3, budget=BUDGET)
-                await tp.assert_ranks_hold(9, 3)
+            async with tp.replaced(1):
+                await tp.assert_mended(sync, 9, 3, BUDGET)
 
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_a_rank_that_restarts_between_rounds_costs_no_round(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("r")
-    paths = [folder / "0", folder / "1"]
-    async with parallel(paths=paths) as tp:
+async def test_a_rank_that_restarts_between_rounds_costs_no_round():
+    async with parallel() as tp:
         async with aiosync.connect(tp.model, workers=[tp.url]) as sync:
             await sync.send_weights(version=1, budget=BUDGET)
             await tp.ranks[1].kill()
-            async with replica(kind="slice-1-2", seed=5, path=paths[1]) as fresh:
-                tp.ranks[1] = fresh
-                while tp.group.ranks[1].lost is not None or not tp.group.ranks[1].link.restarted:
-                    await asyncio.sleep(BEAT)
+            async with tp.replaced(1):
+                await tp.until_found(1, restarted=True)
                 assert tp.group.peer_state().weights == "torn"  # v1 beside a fresh process
                 tp.set(9)
                 report = await sync.send_weights(version=2, budget=BUDGET)
@@ -540,12 +525,8 @@ async def test_a_rank_stopped_in_a_phase_is_lost_and_comes_back(phase):
             assert caught.value.rank == 1, caught.value
             tp.assert_not_ready("unknown")
             tp.ranks[1].signal(signal.SIGCONT)
-            while tp.group.ranks[1].lost is not None:
-                await asyncio.sleep(BEAT)
-            tp.set(9)
-            await sync.send_weights(version=3, budget=BUDGET)
-            await tp.assert_ranks_hold(9, 3)
-            assert tp.group.peer_state().weights == "intact"
+            await tp.until_found(1)
+            await tp.assert_mended(sync, 9, 3, BUDGET)
 
 
 @pytest.mark.slow

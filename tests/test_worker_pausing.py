@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from by_hand import ByHand, WithoutSink, by_hand, header, owned, tensors, values, whole_round
 
 import aiosync
 from aiosync import Busy, Fenced, Paused, PhaseTimeout, Refused, RoundHeader, Torn, Validation
+from aiosync.worker_pausing import patience
 
 pytestmark = pytest.mark.asyncio
 OPERATOR = RoundHeader(owner="operator")
@@ -199,6 +202,30 @@ async def test_a_round_that_cannot_have_generation_still_writes_nothing(monkeypa
         assert (values(engine.model), engine.weights) == ({0.0}, "intact")
         assert engine.generation.state == "running"
         await whole_round(engine, 2, 2)
+
+
+async def test_an_update_waits_for_requests_no_longer_than_the_trainer_for_the_update():
+    async with by_hand(sink="in_place") as engine:
+        await owned(engine)
+        this = header(engine, 1, 1)
+        async with engine.generation.request(id="chat-7"):
+            await engine.start_weight_update(header=this)
+            late = msgspec.structs.replace(this, deadline_s=0.01)
+            with pytest.raises(PhaseTimeout, match=r"after 0\.01 s: chat-7") as caught:
+                await engine.update_weights({"value": 1.0}, header=late)
+            assert "checkpoint()" in caught.value.next_step
+        assert (values(engine.model), engine.weights) == ({0.0}, "intact")
+        await whole_round(engine, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("stall", "deadline", "seconds"),
+    [(None, None, 60), (30.0, None, 29), (30.0, 2.0, 1.8), (2.0, 3600.0, 1.8), (900.0, None, 60)],
+)
+async def test_how_long_an_update_may_wait(stall, deadline, seconds):
+    info = SimpleNamespace() if stall is None else SimpleNamespace(stall_s=stall)
+    sent = None if deadline is None else RoundHeader(owner="t", deadline_s=deadline)
+    assert patience(info, sent) == pytest.approx(seconds)
 
 
 async def test_a_cache_that_cannot_be_emptied_costs_the_round_and_not_the_weights():

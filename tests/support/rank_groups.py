@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import models
@@ -16,6 +19,8 @@ import aiosync
 from aiosync import Budget, HTTPVLLMWeightSyncClient, WorkerGroup
 
 BUDGET = Budget(total=20.0, stall=10.0, finish=10.0, cleanup=2.0)
+# Of rounds in which a cause that is known on the other side has the time to get here.
+LONG = Budget(total=40.0, stall=20.0, finish=20.0, cleanup=8.0)
 BEAT = 0.2
 MISSES = 8  # one that ended is noticed at once, and a busy one is no stopped one
 PHASES = {
@@ -74,9 +79,31 @@ class Parallel:
     clients: list[Tripwire]
     ranks: list[Replica]
     model: torch.nn.Module
+    options: list[dict[str, Any]]
+    """Of each rank's process."""
 
     def set(self, seed: int) -> None:
         self.model.load_state_dict(sliced.full(seed).state_dict())
+
+    @asynccontextmanager
+    async def replaced(self, rank: int) -> AsyncIterator[Replica]:
+        """A new process takes the place of a rank that ended."""
+        own = {"seed": 5, **self.options[rank]}
+        async with replica(**own) as self.ranks[rank]:
+            yield self.ranks[rank]
+
+    async def until_found(self, rank: int, *, restarted: bool = False) -> None:
+        """Wait until the group has heard of a rank that was lost."""
+        known = self.group.ranks[rank]
+        while known.lost is not None or (restarted and not known.link.restarted):
+            await asyncio.sleep(0.05)
+
+    async def assert_mended(self, sync: Any, seed: int, version: int, budget: Budget) -> None:
+        """The next round reaches every rank, and is whole."""
+        self.set(seed)
+        await sync.send_weights(version=version, budget=budget)
+        await self.assert_ranks_hold(seed, version)
+        assert self.group.peer_state().weights == "intact"
 
     async def assert_ranks_hold(self, seed: int, version: int, *, only=None) -> None:
         """Asked of every rank's own process, not of the group."""
@@ -96,25 +123,30 @@ class Parallel:
 
 @asynccontextmanager
 async def parallel(
-    size: int = 2, paths: Any = None, *, rank: dict[str, Any] | None = None, **options: Any
+    size: int = 2, *, rank: dict[str, Any] | None = None, **options: Any
 ) -> AsyncIterator[Parallel]:
     """Ranks of a tensor-parallel model, and a server in front of them.
 
     Args:
         size: How many.
-        paths: Their sockets, where a test means to replace one.
         rank: Further options of the rank processes (`replica.py`).
         options: Of the group.
     """
     async with AsyncExitStack() as stack:
-        ranks = []
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="ranks-")))
+        own, ranks = [], []
         for index in range(size):
-            where = {} if paths is None else {"path": paths[index]}
-            own = {"kind": f"slice-{index}-{size}", "seed": index, **(rank or {})}
-            ranks.append(await stack.enter_async_context(replica(**own, **where)))
+            kind = {"kind": f"slice-{index}-{size}", "path": folder / str(index)}
+            own.append({**kind, **(rank or {})})
+            ranks.append(await stack.enter_async_context(replica(**{"seed": index, **own[index]})))
         clients = [Tripwire(rank.url) for rank in ranks]
         options = {"heartbeat_s": BEAT, "misses": MISSES, **options}
         group = WorkerGroup(clients, name="tp", **options)
         await stack.enter_async_context(group)
         server = await stack.enter_async_context(aiosync.serve(group))
-        yield Parallel(server.url, group, clients, ranks, sliced.full(7))
+        yield Parallel(server.url, group, clients, ranks, sliced.full(7), own)
+
+
+def unhurried(size: int = 2, **options: Any) -> AbstractAsyncContextManager[Parallel]:
+    """`parallel`: a process that ends is noticed at once; one that is slow is not given up."""
+    return parallel(size, **{"heartbeat_s": 0.2, "misses": 50, **options})
