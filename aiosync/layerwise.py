@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aiosync.destinations import Destinations, writable
 from aiosync.errors import AiosyncError, Coverage, InvalidTransition, Validation
+from aiosync.loaders import refuse_awaitable
 from aiosync.metadata import ParamMeta, first_few, layer_runs
 from aiosync.module_layout import bit_equal
 from aiosync.overlaps import check_disjoint, span_of
 from aiosync.places import region_of
-from aiosync.sink_base import Sink, refuse_awaitable
+from aiosync.sink_base import Sink
 from aiosync.spare import needed_memory
 from aiosync.targets import (
-    Destinations,
     Model,
     check_coverage,
     check_tensor,
     further_names,
     model_tensors,
-    writable,
 )
 from aiosync.writing import write
 

@@ -15,6 +15,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiosync.defaults import DEFAULTS
+from aiosync.destinations import Destinations
 from aiosync.errors import (
     AiosyncError,
     InvalidTransition,
@@ -25,7 +26,6 @@ from aiosync.errors import (
 from aiosync.foreign import discard, limited
 from aiosync.metadata import meta_nbytes
 from aiosync.sink_base import Sink
-from aiosync.targets import Destinations
 from statemachines.tables import Weights
 from transports.lane import Lane
 

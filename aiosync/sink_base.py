@@ -8,31 +8,24 @@ intact right after the last one did.
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from operator import is_
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from aiosync.crash_marker import CrashMarker
+from aiosync.destinations import Destinations, Writes, moved
 from aiosync.errors import Busy, Coverage, InvalidTransition, Torn, Validation
 from aiosync.foreign import LeftBehind
+from aiosync.late_look import LooksLate
+from aiosync.loaders import load_all, refuse_awaitable
 from aiosync.metadata import Validated, first_few, meta_nbytes
 from aiosync.module_layout import bit_equal
-from aiosync.targets import (
-    Destinations,
-    Matcher,
-    Writes,
-    further_names,
-    model_tensors,
-    moved,
-    wanted_names,
-)
+from aiosync.targets import Matcher, further_names, model_tensors, wanted_names
 from statemachines.tables import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from aiosync.lane_calls import LaneCalls
@@ -43,7 +36,7 @@ if TYPE_CHECKING:
 _NOTHING = Destinations([], [], [], 0)
 
 
-class Sink(ABC):
+class Sink(LooksLate, ABC):
     """One model's side of a round. Made by `make_sink`.
 
     Attributes:
@@ -64,6 +57,7 @@ class Sink(ABC):
         after_load: Callable[[], object] | None = None,
         marker: str | Path | None = None,
     ) -> None:
+        super().__init__()
         self.model = model
         self.device = torch.device("cpu" if device is None else device)
         self.after_load = after_load
@@ -87,15 +81,6 @@ class Sink(ABC):
         """Neighbours that were handed out and have not landed: from the first up to, by the first.
 
         Those of `_neighbours` where nobody asks for them again.
-        """
-        self._aliases: dict[str, str] = {}
-        self._partial = False
-        self._lent_upto = 0
-        self._looks_now = False
-        self.looks_late = False
-        """Whether a model that seems to be as it was is looked at while tensors arrive.
-
-        For receivers that ask for destinations as they go; set before `begin`, by the engine.
         """
         self._open = False
         self._validated = Validated()
@@ -244,44 +229,6 @@ class Sink(ABC):
         if not self._finish_look():
             self.check_model()
 
-    def look_meanwhile(self, count: int | None) -> None:
-        """The transport would have to wait: look at what has to be looked at later.
-
-        Args:
-            count: How much of the announced tensors it waits for; None: it waits for the end.
-        """
-        writes = self._found.writes
-        if self._looks_last and isinstance(writes, Writes):
-            writes.are_seen(count)
-
-    def _finish_look(self) -> bool:
-        """Complete a late look at the model; False: there was none, all was looked at before."""
-        writes = self._found.writes
-        if not self._looks_now or not isinstance(writes, Writes):
-            return False
-        looking = writes.looking
-        if looking is not None and not writes.are_seen():
-            written = looking.tensors(0, self._lent_upto)
-            found = self._look_again().plain(0, self._lent_upto)
-            if not all(map(is_, written, found)):
-                raise moved(self.weights)
-        return True
-
-    def _look_again(self) -> Writes:
-        """The model changed since the round before: match it anew, now that the round is open.
-
-        Raises:
-            Coverage, Validation: It cannot take the round's tensors, or not in the same way.
-        """
-        before = cast("Writes", self._found.writes)
-        found = self._find(self._metadata, self._aliases, partial=self._partial)
-        now = found.writes
-        alike = isinstance(now, Writes) and now.are_single and now.device == before.device
-        if not isinstance(now, Writes) or not alike or found.ties:
-            raise moved(self.weights)
-        self._found, self.left_out, self._looks_now = found, found.left_out, False
-        return now
-
     def check_model(self) -> None:
         """The model is still the one that `begin` has seen; part of `verify`.
 
@@ -332,16 +279,16 @@ class Sink(ABC):
         """End the round without a commit; fine at any time, also when there is none."""
         self._end()
 
-    def attach(self, calls: LaneCalls) -> None:  # noqa: B027 -- most kinds never call the loop
+    def attach(self, calls: LaneCalls) -> None:
         """How this round's calls on the lane reach the event loop; called by the engine."""
 
-    def interrupt(self) -> None:  # noqa: B027 -- most kinds never wait
+    def interrupt(self) -> None:
         """Unblock a call that waits for the event loop; from a thread of its own."""
 
-    async def withdraw(self) -> None:  # noqa: B027 -- most kinds have nothing to await
+    async def withdraw(self) -> None:
         """What giving up has to await, on the loop, before `abort`; the caller limits it."""
 
-    def release(self) -> None:  # noqa: B027 -- most kinds of sink have nothing to give back
+    def release(self) -> None:
         """Give spare memory back. Also for when an aborted round's writer may still be writing."""
 
     @property
@@ -362,11 +309,6 @@ class Sink(ABC):
 
     @abstractmethod
     def _destination(self, index: int) -> torch.Tensor: ...
-
-    _can_look_late = False
-    """Whether this kind knows what to do where a late look finds another model."""
-    _looks_last = False
-    """Whether it needs no tensor of the model before all has landed."""
 
     @property
     def _lends(self) -> bool:
@@ -446,32 +388,8 @@ class Sink(ABC):
             return
         if self._further:  # a tied tensor comes under each name that the loader may need
             pairs = [(n, t) for name, t in pairs for n in (name, *self._further.get(name, ()))]
-        taken = 0
-
-        def arrived() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal taken
-            for pair in pairs:
-                taken += 1
-                yield pair
-
         self._tear()
-        with torch.no_grad():
-            refuse_awaitable(self._loader(arrived()), "load_weights")
-        if taken < len(pairs):
-            name = pairs[taken][0]
-            raise Coverage(
-                f"load_weights took {taken} of {len(pairs)} tensors and left {name}",
-                tensor=name,
-                weights=self.weights,
-            )
+        load_all(self._loader, pairs)
 
     def _pairs(self, indices: Iterable[int]) -> list[tuple[str, torch.Tensor]]:
         return [(self._metadata[index].name, self._handed[index]) for index in indices]
-
-
-def refuse_awaitable(result: object, what: str) -> None:
-    """Close and refuse what an ``async def`` gave to a caller that cannot await."""
-    if inspect.isawaitable(result):
-        if inspect.iscoroutine(result):
-            result.close()
-        raise TypeError(f"{what} must be a plain function: it runs on a lane, not on the loop")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiosync.config import SINKS
 from aiosync.crash_marker import CrashMarker
+from aiosync.destinations import Writes, writable
 from aiosync.errors import Validation
 from aiosync.layerwise import LayerwiseSink
 from aiosync.metadata import meta_nbytes
@@ -14,7 +15,7 @@ from aiosync.shared_arena import SharedArena
 from aiosync.sink_base import Sink
 from aiosync.spare import Arena, needed_memory
 from aiosync.staging import shares
-from aiosync.targets import Writes, model_tensors, writable
+from aiosync.targets import model_tensors
 from aiosync.writing import note_written, write
 from statemachines.tables import Weights
 
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from aiosync.destinations import Destinations
     from aiosync.metadata import ParamMeta
     from aiosync.shared_arena import Map
-    from aiosync.targets import Destinations
 
 __all__ = ["InPlaceSink", "LayerwiseSink", "Sink", "StagedSink", "build_sink", "make_sink"]
 

@@ -18,7 +18,7 @@ from aiosync.errors import Refused, Validation
 from aiosync.held_source import HeldSource
 from aiosync.lone_round import bring_up
 from aiosync.overrides import call_step
-from aiosync.sources import as_source
+from aiosync.source_kinds import as_source
 from transports.lane import Lane
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from aiosync.feed import SourceFeed
 from aiosync.iterator_source import IteratorSource
 from aiosync.lane_slot import LaneSlot
 from aiosync.push import PushSource
-from aiosync.sources import ModuleSource, as_source
+from aiosync.source_kinds import as_source
+from aiosync.sources import ModuleSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from functools import cached_property
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from aiosync.passes import Batches, Pair, Pairs
 
 Session: TypeAlias = AbstractContextManager[Any] | AbstractAsyncContextManager[Any]
-_METHODS = (FunctionType, MethodType, staticmethod, classmethod)
 _Fetch: TypeAlias = Callable[[torch.Tensor, torch.dtype | None], torch.Tensor | None]
 
 
@@ -385,30 +382,3 @@ class ModuleSource(WeightSource):
         self._glance, self._was_plain = None, False
         for name in ("metadata", "_layout"):
             self.__dict__.pop(name, None)
-
-
-def as_source(obj: Any) -> SourceLike:
-    """`obj` as a source: a source as it is, a module in `ModuleSource`, an earlier source (one with
-    ``metadata()`` and ``__iter__``) in `LegacySource`.
-
-    Raises:
-        TypeError: It is neither, nor has it `metadata` and `iter_full`.
-    """
-    if isinstance(obj, WeightSource):
-        return obj
-    if isinstance(obj, nn.Module):
-        return ModuleSource(obj)
-    metadata = inspect.getattr_static(obj, "metadata", None)  # not read: may be a collective
-    is_iterable = callable(getattr(obj, "iter_full", None))
-    if isinstance(metadata, _METHODS) and hasattr(obj, "__iter__") and not is_iterable:
-        from aiosync.legacy_source import LegacySource  # made from this module
-
-        return LegacySource(obj)
-    if isinstance(metadata, _METHODS) and is_iterable:
-        raise TypeError(f"{type(obj).__name__}.metadata is a method: make it a property")
-    if metadata is not None and is_iterable:
-        return obj  # type: ignore[no-any-return] # just checked
-    raise TypeError(
-        f"{type(obj).__name__} is no source: give a torch.nn.Module, a WeightSource, or an object "
-        "with `metadata` (a list of ParamMeta) and `iter_full()` (yields (name, tensor))"
-    )

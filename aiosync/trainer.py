@@ -27,8 +27,8 @@ from aiosync.push import open_session
 from aiosync.ranks import TrainerRanks
 from aiosync.rendezvous import open_channel, owner_name, say_goodbye
 from aiosync.round_options import NEXT
+from aiosync.source_kinds import as_source
 from aiosync.source_side import SourceSide
-from aiosync.sources import as_source
 from aiosync.ticket_desk import TicketDesk
 from aiosync.trainer_cycle import TrainerCycle, watched_init
 from aiosync.trainer_hooks import TrainerHooks

@@ -20,7 +20,7 @@ from aiosync import IteratorSource, LegacySource, ParamMeta, Validation, WeightS
 from aiosync.agreement import Holding, check_holdings, holding_of
 from aiosync.errors import Busy
 from aiosync.feed import SourceFeed
-from aiosync.sources import as_source
+from aiosync.source_kinds import as_source
 
 F32 = torch.float32
 

@@ -14,7 +14,8 @@ from torch import nn
 from aiosync import sources
 from aiosync.errors import Validation
 from aiosync.metadata import ParamMeta, Replicate, Shard
-from aiosync.sources import ModuleSource, WeightSource, as_source
+from aiosync.source_kinds import as_source
+from aiosync.sources import ModuleSource, WeightSource
 
 
 def bits(tensor):

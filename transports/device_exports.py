@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transports.device_memory import Allocation, DeviceMemory
     from transports.links import Link
     from transports.planning import Plan
+    from transports.shm_messages import Hello
 
 _ABSENT = -1
 _DEVICE: Callable[[torch.Tensor], torch.device] = attrgetter("device")
@@ -77,6 +78,17 @@ class DeviceExports:
     def uuids(self) -> set[str]:
         """Devices that a reader has to open."""
         return {export.uuid for export in self._all()}
+
+    def hidden_from(self, hello: Hello) -> str | None:
+        """Why a reader cannot open all of it; None: it can."""
+        hidden = sorted(self.uuids - set(hello.visible))
+        if not hidden:
+            return None
+        seen = ", ".join(hello.visible) or "none"
+        return (
+            f"the tensors are on GPU {', '.join(hidden)}, which reader {hello.reader!r} does "
+            f"not see; it is on {hello.device} and sees {seen}"
+        )
 
     def keeps(self, addresses: list[int] | None) -> bool:
         """Whether the table is one of these very addresses, and no memory was freed since."""

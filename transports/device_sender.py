@@ -20,6 +20,7 @@ from transports import shm_messages as wire
 from transports.cuda import REACHED, mark_current, poll
 from transports.device_exports import DeviceExports
 from transports.device_layout import DeviceLayout
+from transports.device_ring import SenderRing
 from transports.digest import WSUM64
 from transports.listener import Listener
 from transports.packing import pack_into
@@ -69,7 +70,7 @@ class DeviceSender:
         self._exports = DeviceExports(memory)
         self._layout: tuple[tuple[str, str], DeviceLayout] | None = None
         self._digests = SenderDigests(memory)
-        self._ring = (0, 0)  # address and size
+        self._ring = SenderRing(memory, self._exports)
         self._tensors: Sequence[torch.Tensor | None] = ()
         self._addresses: list[int] | None = None
         self._late = False
@@ -174,25 +175,11 @@ class DeviceSender:
         if self._layout is None or self._layout[0] != key:
             self._layout = None
             layout = DeviceLayout(plan, (index for index, _, _ in self._exports.places))
-            self._reserve(layout)
+            self._ring.reserve(layout.slot_nbytes * min(self._buffers, len(layout.ring.chunks)))
             self._layout = ((plan.digest, self._exports.table), layout)
             if self._kind is not None:
                 self._digests.prepare(layout, self._tensors)
         return self._layout[1]
-
-    def _reserve(self, layout: DeviceLayout) -> None:
-        address, held = self._ring
-        need = layout.slot_nbytes * min(self._buffers, len(layout.ring.chunks))
-        if need <= held and bool(need) == bool(held):
-            return
-        self._ring = (0, 0)
-        if address:
-            self._exports.set_ring(0)
-            self._memory.give(address)
-        if need:
-            address = self._memory.take(need)
-            self._ring = (address, need)
-            self._exports.set_ring(address)
 
     def _judge(self, hello: wire.Hello) -> str | None:
         # The token first: a stranger learns nothing else.
@@ -200,14 +187,7 @@ class DeviceSender:
             return "wrong token"
         if hello.round != self._round:
             return f"round {hello.round} is not open; the open one is {self._round}"
-        hidden = sorted(self._exports.uuids - set(hello.visible))
-        if hidden:
-            seen = ", ".join(hello.visible) or "none"
-            return (
-                f"the tensors are on GPU {', '.join(hidden)}, which reader {hello.reader!r} does "
-                f"not see; it is on {hello.device} and sees {seen}"
-            )
-        return None
+        return self._exports.hidden_from(hello)
 
     def _greet(self, link: Any, hello: wire.Hello, plan: Plan) -> None:
         exports = self._exports
@@ -318,7 +298,7 @@ class DeviceSender:
                 break
             if pieces[0] == chunk.pieces[0] and self._chunk >= self._buffers:
                 self._connected()[0].wait_acked(self._chunk - self._buffers + 2)
-            slot = self._ring[0] + self._chunk % self._buffers * layout.slot_nbytes
+            slot = self._ring.address + self._chunk % self._buffers * layout.slot_nbytes
             pack_into(self._memory.bytes_at(slot, chunk.nbytes), pieces, fresh)
             self._wait(mark_current(self._memory.device))
             if pieces[-1] != chunk.pieces[-1]:
@@ -334,7 +314,9 @@ class DeviceSender:
             value = first_word(raw)
         readers, _ = self._connected()
         self._chunk += 1
-        ready = wire.Ready(chunk=self._chunk, segment=0, offset=slot - self._ring[0], digest=value)
+        ready = wire.Ready(
+            chunk=self._chunk, segment=0, offset=slot - self._ring.address, digest=value
+        )
         readers.announce(ready)
 
     def finish(self) -> StreamSummary:
@@ -404,10 +386,7 @@ class DeviceSender:
         self._exports.clear()
         self._layout = None
         self._digests.clear()
-        address, _ = self._ring
-        self._ring = (0, 0)
-        if address:
-            self._memory.give(address)
+        self._ring.give()
 
     def statistics(self) -> dict[str, Any]:
         """Rounds, what is exported, and the memory held."""
@@ -415,6 +394,6 @@ class DeviceSender:
             "rounds": self._rounds,
             "table": self._exports.table,
             "exported": self._exports.count(),
-            "buffer_nbytes": self._ring[1],
+            "buffer_nbytes": self._ring.nbytes,
             "round": self._round if self._readers is not None else None,
         }

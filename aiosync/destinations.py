@@ -1,0 +1,157 @@
+"""Where announced tensors go: for each of them, tensors of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from aiosync.errors import Coverage
+from aiosync.module_layout import compact
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from aiosync.glance import Looking
+    from statemachines.tables import Weights
+
+
+class Destinations(NamedTuple):
+    """For each announced tensor, the model's tensors it is written to (none: it is skipped)."""
+
+    writes: Sequence[Sequence[torch.Tensor]]
+    ties: list[tuple[int, int]]
+    """Announced tensors that end in one memory here: (first, later). They must agree."""
+    left_out: list[str]
+    """Names of the model that keep their values."""
+    skipped: int
+    """Announced tensors this model does not have."""
+
+
+class Names:
+    """A list of names for each position, nearly all of length one, which are kept as they are.
+
+    A list object for each would be as much again for the garbage collector to walk.
+
+    Attributes:
+        more: The lists of other lengths, by position.
+    """
+
+    __slots__ = ("more", "single")
+
+    def __init__(self, groups: Iterable[list[str]]) -> None:
+        self.single: list[str] = []
+        self.more: dict[int, list[str]] = {}
+        for index, group in enumerate(groups):
+            if len(group) != 1:
+                self.more[index] = group
+            self.single.append(group[0] if len(group) == 1 else "")
+
+    @classmethod
+    def of(cls, names: list[str]) -> Names:
+        """One name for each position."""
+        made = cls(())
+        made.single = names
+        return made
+
+    def all(self) -> Iterable[str]:
+        """Every name once."""
+        yield from (n for i, n in enumerate(self.single) if i not in self.more)
+        for group in self.more.values():
+            yield from group
+
+
+class Writes(Sequence[Sequence[torch.Tensor]]):
+    """The tensors of `Names`, made ready for writing when they are asked for.
+
+    Attributes:
+        device: Where all of them are, if each position has one, and that one is plain, contiguous
+            and not made in inference mode: then `plain` has them as they are. Else None.
+        addresses: Where those are, if that is known.
+        looking: The look at the model that is still under way; None: all was looked at before.
+        is_tracked: Whether autograd is told of what is written to addresses: one of them requires
+            a gradient.
+    """
+
+    __slots__ = ("_more", "_single", "addresses", "device", "is_tracked", "looking")
+
+    @property
+    def are_single(self) -> bool:
+        """Whether each position has exactly one."""
+        return not self._more
+
+    def __init__(
+        self,
+        names: Names,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device | None,
+        *,
+        is_tracked: bool = True,
+    ) -> None:
+        self._single: list[Any] = list(map(tensors.get, names.single))
+        self._more = {i: [tensors[name] for name in group] for i, group in names.more.items()}
+        self.addresses: list[int] | None = None
+        self.device = device
+        self.looking: Looking | None = None
+        self.is_tracked = is_tracked
+
+    @classmethod
+    def of(
+        cls,
+        looking: Looking,
+        addresses: list[int],
+        device: torch.device | None,
+        *,
+        is_tracked: bool,
+    ) -> Writes:
+        """One tensor for each position, as a look at the model finds them."""
+        made = cls(Names(()), {}, device, is_tracked=is_tracked)
+        made.addresses, made.looking = addresses, looking
+        return made
+
+    def are_seen(self, count: int | None = None) -> bool:
+        """Whether the first `count`, or all and the model as a whole, are as they were.
+
+        It goes on with the look; False for good once something is found that is not.
+        """
+        looking = self.looking
+        if looking is None:
+            return True
+        if count is not None:
+            return looking.reaches(count)
+        if not looking.ends_well():
+            return False
+        self._single, self.looking = looking.tensors(0, len(self)), None
+        return True
+
+    def __len__(self) -> int:
+        return len(self._single) if self.looking is None else len(self.addresses or ())
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.looking is not None and not self.are_seen():
+            raise moved()
+        more = self._more.get(index)
+        return tuple(map(writable, (self._single[index],) if more is None else more))
+
+    def plain(self, first: int, end: int) -> list[torch.Tensor]:
+        """Tensors from position `first` up to `end`; they may require gradients."""
+        looking = self.looking
+        if looking is None:
+            return self._single[first:end]
+        if not looking.reaches(end):
+            raise moved()
+        return looking.tensors(first, end)
+
+
+def moved(weights: Weights | None = None) -> Coverage:
+    """What is said where tensors of a model are not what and where they were."""
+    return Coverage(
+        "tensors of the model were replaced, renamed or moved during the round", weights=weights
+    )
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as `write` takes it."""
+    tensor = tensor.detach()
+    return compact(tensor) if tensor.is_contiguous() else tensor
