@@ -197,15 +197,16 @@ class GenerationGate(Floor):
             PhaseTimeout: Requests (or another swap) were still inside; the gate is open again.
         """
         me = Waiter(self.update_mode)
-        with anyio.move_on_after(_limit(timeout)) as scope:
-            if self._swap is None:
-                self._take_turn(me)
-            else:
+        deadline = anyio.current_time() + _limit(timeout)
+        if self._swap is None:
+            self._take_turn(me)
+        else:
+            with anyio.move_on_after(timeout) as scope:
                 await self._queue(self._swaps, me, self._end_turn)
-        if scope.cancelled_caught:
-            raise PhaseTimeout(f"another swap is still {self.state}", phase=phase)
+            if scope.cancelled_caught:
+                raise PhaseTimeout(f"another swap is still {self.state}", phase=phase)
         try:
-            left = max(scope.deadline - anyio.current_time(), 0)
+            left = max(deadline - anyio.current_time(), 0)
             await self._drain(left, self.update_mode, all_gone=False, asked=timeout, phase=phase)
             yield
             self._swaps_done += 1

@@ -68,15 +68,17 @@ class Waiter:
         self.mode = mode
         self.admitted = False
         self.refused: Paused | None = None
-        self.event = anyio.Event()
+        self.event: anyio.Event | None = None  # there once it queues
 
     def admit(self) -> None:
         self.admitted = True
-        self.event.set()
+        if self.event is not None:
+            self.event.set()
 
     def refuse(self, error: Paused) -> None:
         self.refused = error
-        self.event.set()
+        if self.event is not None:
+            self.event.set()
 
 
 class Floor:
@@ -191,6 +193,7 @@ class Floor:
 
     async def _queue(self, queue: deque[Waiter], me: Waiter, hand_back: Callable[[], None]) -> None:
         queue.append(me)
+        me.event = anyio.Event()
         try:
             await me.event.wait()
         except BaseException:  # whatever ends the wait: give up the place, or the turn
@@ -266,6 +269,8 @@ class Floor:
         asked: float | None = None,
         phase: str = "pause",
     ) -> None:
+        if not self._active and not (all_gone and self._inside):
+            return
         with anyio.move_on_after(timeout):
             while self._active or (all_gone and self._inside):
                 if self._changed is None:

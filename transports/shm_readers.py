@@ -91,9 +91,8 @@ class Readers:
             if self._laggards is not None:
                 until = min(until, time.monotonic() + self._laggards.tick)
             ready, connected = wait_ready(links, self._waker, deadline=until, listener=listener)
-            if connected:
-                self._accept(listener)
-            for link in ready:
+            new = self._accept(listener) if connected else []
+            for link in [*ready, *new]:  # who connects says hello at once
                 if link in self._pending:
                     self._introduce(link, judge, greet, full=not self._lacks(count))
             self._hear(ready)
@@ -119,16 +118,18 @@ class Readers:
             if not self._roll.lose(name, error):
                 raise error
 
-    def _accept(self, listener: Listener) -> None:
+    def _accept(self, listener: Listener) -> list[Link]:
         try:
             link = listener.accept_nowait(self._waker)
         except Validation as error:
             self._refused = error.message
-            return
-        if link is not None:
-            self._pending.append(link)
-            if len(self._pending) > _PENDING_LIMIT:
-                self._pending.pop(0).close()
+            return []
+        if link is None:
+            return []
+        self._pending.append(link)
+        if len(self._pending) > _PENDING_LIMIT:
+            self._pending.pop(0).close()
+        return [link]
 
     def _introduce(
         self,
