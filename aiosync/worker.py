@@ -79,7 +79,7 @@ class WeightTransferEngine(
         vllm_config: Any object; kept for engines that want it.
         device: Where the model lives.
         model: A `torch.nn.Module`, a dict of tensors, or an object with ``load_weights``; needed by
-            the time a trainer comes, unless the sink has no use for it.
+            the time a round's tensors come, unless the sink has no use for it.
         hub: Watch through a hub of your own.
         name: Shown in events and errors.
         lane_factory: Makes the thread for blocking calls (simulation passes inline lanes).

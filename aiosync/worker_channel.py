@@ -60,7 +60,8 @@ class Channel:
         if cycle.is_ended():
             raise engine.wrong_order("init")
         info, place = engine.parse_init_info(init_info), place_of(engine, header)
-        engine.check_model()
+        if engine.lacks_model and engine.draft_model is None:  # it may still be given one
+            logger.warning("%s has no model yet: it was made without model=", engine.name)
         with self.turn.taken("an init", caller):
             await engine.machine.pass_gates(Trigger.INITIALIZE)
             await self._back_to_idle()

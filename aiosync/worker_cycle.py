@@ -144,6 +144,7 @@ class WorkerCycle:
             # Jobs run in order: it would run behind the commit, outside of the round.
             raise engine.wrong_order("update")
         info = engine.parse_update_info(update_info)
+        engine.check_model()
         key = None
         if engine.one_update:
             key = "update"

@@ -38,18 +38,22 @@ class Targets:
         self.unlabelled = False
         """Whether the model's last commit carried no version."""
 
+    @property
+    def lacks_model(self) -> bool:
+        """Whether there is nothing yet that a round could fill."""
+        is_ours = self.uses_sink and isinstance(getattr(self.config, "sink", "staged"), str)
+        return is_ours and self.model is None
+
     def check_model(self) -> None:
-        """Refuse a channel over which nothing could ever come; a model may be given until then.
+        """Refuse an update that nothing could take.
 
         Raises:
-            Validation: There is no model, and no draft.
+            Validation: The engine has no model.
         """
-        is_ours = self.uses_sink and isinstance(getattr(self.config, "sink", "staged"), str)
-        finds_its_own = type(self).resolve_target is not Targets.resolve_target
-        if is_ours and not finds_its_own and self.model is None and self.draft_model is None:
+        if self.lacks_model:
             raise Validation(
-                f"model: {self.name} was made without one, and has no draft model either",
-                phase="init",
+                f"model: {self.name} was made without one",
+                phase="update",
                 next_step="pass model= to the worker's engine, or a config.sink of your own",
             )
 

@@ -38,17 +38,17 @@ def test_a_worker_engine_that_cannot_work_is_not_made(field, value):
 
 
 @pytest.mark.asyncio
-async def test_a_worker_engine_without_a_model_opens_no_channel():
+async def test_a_worker_engine_without_a_model_takes_no_round(caplog):
     config, trained = aiosync.WeightTransferConfig("ipc"), torch.nn.Linear(2, 2)
     engine = aiosync.WeightTransferEngineFactory.create_engine(config, name="w0")
     async with engine:
-        with pytest.raises(aiosync.Validation, match="model: w0 was made without") as caught:
-            async with aiosync.connect(trained, workers=[DirectClient(engine)]):
-                pass
-        assert "model=" in caught.value.next_step
-        assert engine.state == "idle"
-        engine.model = torch.nn.Linear(2, 2)
         async with aiosync.connect(trained, workers=[DirectClient(engine)]) as sync:
+            assert "w0 has no model yet: it was made without model=" in caplog.text
+            with pytest.raises(aiosync.Validation, match="model: w0 was made without") as caught:
+                await sync.send_weights()
+            assert "model=" in caught.value.next_step
+            assert (sync.state, engine.state, engine.weights) == (*["initialized"] * 2, "intact")
+            engine.model = torch.nn.Linear(2, 2)
             await sync.send_weights()
         assert torch.equal(engine.model.weight, trained.weight)
 

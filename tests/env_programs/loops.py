@@ -118,7 +118,8 @@ class Story:
 
 def main() -> None:
     for run, url in zip((asyncio.run, uvloop.run), sys.argv[1:], strict=True):
-        sys.stdout.write(json.dumps(Story(run, url).play()) + "\n")
+        told = json.dumps(Story(run, url).play())
+        sys.stdout.write(told.replace(url, "the replica") + "\n")  # they are two
 
 
 main()
