@@ -144,8 +144,10 @@ async def test_a_worker_that_hangs_ends_the_round_on_all_at_its_deadline(packed,
         vllm.before = before
         said = await train(vllm, tmp_path, "ab", *forms(packed), rounds=1, total=2)
         released.set()
+        # Whose time is up first tells the others that it leaves.
+        assert "PhaseTimeout" in (rank[1]["kind"] for rank in said)
         for rank in said:
-            assert rank[1]["kind"] == "PhaseTimeout"
+            assert rank[1]["outcome"] is None
             assert rank[1]["seconds"] < 2 + 1 + 3 + SLACK
 
 

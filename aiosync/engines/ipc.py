@@ -23,6 +23,7 @@ import torch
 from aiosync.config import TrainerInitInfo, WeightTransferInitInfo, check_count
 from aiosync.defaults import DEFAULTS
 from aiosync.engines.ipc_device import check_devices, open_memory, own_device, own_gpu
+from aiosync.engines.ipc_places import SharedPlaces, staying
 from aiosync.engines.ipc_ranks import InStep
 from aiosync.engines.ipc_stock import StockSide, are_stock, connect
 from aiosync.engines.streamed import (
@@ -146,7 +147,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         for storage in self.shared:
             if not isinstance(storage, SharedStorage):
                 raise Validation(f"shared holds {storage!r}, which share_tensors did not return")
-        self._places: tuple[SourceFeed, list[int], dict[int, tuple[Any, int]]] | None = None
+        self._places = SharedPlaces(self.shared)
         self._device = device
         self._on_gpus = False
         self._stock = StockSide(packed=packed, limit=packed_buffer_size_bytes)
@@ -243,10 +244,10 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
                 sender.set_unseen(feed.addresses)
                 return
             feed.look_to_the_end()
-            sender.set_tensors(_staying(feed), feed.addresses)
+            sender.set_tensors(staying(feed), feed.addresses)
             return
         assert isinstance(sender, ShmSender)
-        sender.set_resident(self._resident(feed))
+        sender.set_resident(self._places.of(feed))
 
     async def transmit(self, round: Round) -> StreamSummary:
         sender = self.sender
@@ -291,39 +292,6 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         super().committed(round)
         if isinstance(self.sender, TupleSender | InStep):
             self.sender.forget()  # the workers have finished with it
-
-    def _resident(self, feed: SourceFeed) -> dict[int, tuple[Any, int]]:
-        """Handles of the tensors that workers can read where they are."""
-        if not self.shared:
-            return {}
-        tensors = _staying(feed)
-        # Contiguous tensors of the announced sizes: they are told apart by their addresses.
-        found = feed.addresses or [
-            -1 if tensor is None else tensor.data_ptr() for tensor in tensors
-        ]
-        addresses = found + [storage.segment.fileno() for storage in self.shared]  # -1 once closed
-        known = self._places
-        if known is not None and known[0] is feed and known[1] == addresses:
-            return known[2]
-        places: dict[int, tuple[Any, int]] = {}
-        for index, tensor in enumerate(tensors):
-            if tensor is None:
-                continue
-            for storage in self.shared:
-                place = storage.locate(tensor)
-                if place is not None:
-                    places[index] = place
-        self._places = (feed, addresses, places)
-        return places
-
-
-def _staying(feed: SourceFeed) -> list[torch.Tensor | None]:
-    """Of every announced tensor, where it is, if it stays there until the round is over."""
-    if feed.plain is not None:
-        return [*feed.plain]
-    resident = getattr(feed.source, "resident", None)
-    live: dict[str, torch.Tensor] = {} if resident is None else resident()
-    return [live.get(meta.name) for meta in feed.metadata]
 
 
 class IPCWeightTransferEngine(StreamedWorkerEngine[IPCWeightTransferInitInfo]):

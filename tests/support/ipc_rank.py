@@ -123,7 +123,8 @@ async def main() -> None:
             os._exit(9)
         if fault("cancel"):
             loop.call_soon_threadsafe(sending[-1].cancel)
-            time.sleep(0.05)
+            while engine.ranks._reason is None:
+                time.sleep(0.001)
 
     source = (Lacking if options.fault == "lacks" else Paced)(model, before)
     info = aiosync.IPCTrainerInitInfo(
