@@ -35,8 +35,8 @@ _HELD = itemgetter("_parameters", "_buffers", "_modules")
 _OF_MODULES = 2  # of these three
 # A thread that only computes keeps the interpreter for 5 ms while others wait for it, and takes it
 # back before they have woken up where it merely lets go. So it sleeps for as long as waking takes.
-_TURN_AFTER_S = 2e-3
-_TURN_S = 5e-5
+_TURN_AFTER_S = 3e-3
+_TURN_S = 2e-4
 
 
 @final

@@ -5,6 +5,9 @@ it was sent. torch counts the in-place writes to each tensor; what a pass reads 
 pass begins, and again when the workers have it all. Writes through ``.data``, through another
 tensor of the same storage, and by torch's fused optimizers are not counted, so they stay unseen.
 
+Of thousands of tensors only some are asked, evenly spread: a step writes to all that it trains, and
+asking tens of thousands would take as long as copying them.
+
 Only a module's own tensors are compared, and only where the pass is known to read them: a source
 with a session or methods of its own may write to what it yields, and a DTensor's count says little.
 """
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from aiosync.feed import SourceFeed
 
 _COUNT = attrgetter("_version")  # torch has no other public form
+_MOST = 2048
+"""How many tensors are asked, about: a millisecond's worth."""
 
 
 @final
@@ -39,9 +44,13 @@ class Reading:
 
     def __init__(self, names: Iterable[str], tensors: Sequence[torch.Tensor] | None) -> None:
         self.grows = tensors is None
-        self._names = names
-        self._tensors: list[torch.Tensor] = list(tensors or ())
-        self._counts = _counts(self._tensors)
+        all_names = list(names)
+        self._step = 1 + len(all_names) // _MOST
+        self._names = all_names[:: self._step]
+        self._seen = 0
+        self._tensors: list[torch.Tensor] = []
+        self._counts: list[int] = []
+        self.note(tensors or ())
 
     @classmethod
     def of(cls, feed: SourceFeed) -> Self | None:
@@ -59,8 +68,10 @@ class Reading:
 
     def note(self, tensors: Sequence[torch.Tensor]) -> None:
         """The pass is about to read these, the next ones in order."""
-        self._tensors += tensors
-        self._counts += _counts(tensors)
+        some = tensors[-self._seen % self._step :: self._step]
+        self._seen += len(tensors)
+        self._tensors += some
+        self._counts += _counts(some)
 
     def check(self, *, rank: int) -> None:
         """Call it once the pass is over and nothing is read any more.

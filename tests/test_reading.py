@@ -230,3 +230,18 @@ async def test_nothing_is_compared_where_a_pass_may_write():
     assert Reading.of(feed(Merging(net()))) is None
     assert Reading.of(feed(ModuleSource(net(), session=torch.no_grad))) is None
     assert Reading.of(feed(ModuleSource(net()))) is not None
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7])
+async def test_of_very_many_tensors_every_other_is_asked(monkeypatch, batch):
+    monkeypatch.setattr("aiosync.reading._MOST", 5)
+    tensors = [torch.zeros(1) for _ in range(10)]
+    names = [f"t{at}" for at in range(10)]
+    for known in (True, False):
+        reading = Reading(names, tensors if known else None)
+        for first in range(0, 0 if known else 10, batch):
+            reading.note(tensors[first : first + batch])
+        reading.check(rank=0)
+        tensors[6].add_(1)
+        with pytest.raises(Validation, match=r"^t6 changed"):
+            reading.check(rank=0)
