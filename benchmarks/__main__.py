@@ -7,11 +7,13 @@ import asyncio
 import importlib
 import json
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.measure import Options
+from benchmarks.plot import plot
 
 BENCHMARKS = {
     "ipc_cpu": "whole rounds over shared memory, beside plain memcpys",
@@ -35,6 +37,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="names, and what each measures")
+    drawn = commands.add_parser("plot", help="draw recorded JSON lines as SVG, to standard output")
+    drawn.add_argument("file", type=Path)
+    drawn.add_argument("--title", default="Measured")
     run = commands.add_parser("run", help="measure; one line per result")
     run.add_argument("names", nargs="+", choices=["all", *BENCHMARKS], metavar="NAME")
     run.add_argument("--json", action="store_true", help="one JSON object a line, with everything")
@@ -44,6 +49,9 @@ def main() -> None:
     if arguments.command == "list":
         for name, what in BENCHMARKS.items():
             print(f"{name:11} {what}")
+        return
+    if arguments.command == "plot":
+        print(plot(arguments.file.read_text().splitlines(), title=arguments.title), end="")
         return
     chosen = list(BENCHMARKS) if "all" in arguments.names else arguments.names
     options = Options(nbytes=arguments.bytes, repeat=arguments.repeat)

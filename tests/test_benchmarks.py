@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,18 @@ def test_unknown_name_is_refused():
     done = run("run", "nothing")
     assert done.returncode == 2
     assert "nothing" in done.stderr
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")))
+def test_recorded_results_are_drawn(file):
+    done = run("plot", str(file), "--title", "a < b")
+    assert done.returncode == 0, done.stderr
+    drawn = ET.fromstring(done.stdout)
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    bars = [part for part in drawn if part.tag.endswith("rect")]
+    assert len(bars) == 2 * len(records)
+    assert all(record.keys() >= KEYS for record in records)
+    texts = [part.text for part in drawn if part.tag.endswith("text")]
+    assert texts[0] == "a < b"
+    for record in records:
+        assert any(record["variant"] in text for text in texts)
