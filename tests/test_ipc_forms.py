@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from aiohttp.http_writer import StreamWriter
 from torch import nn
 
 import aiosync
@@ -15,6 +16,7 @@ from aiosync.engines.ipc_stock import are_stock, stock_plan
 from aiosync.sinks import StagedSink
 from statemachines.errors import InvalidTransition, Validation
 from transports import tuple_sender
+from transports.lane_thread import LaneWorker
 from transports.planning import EACH, IPC_PACKED, plan_chunks
 from transports.tuple_sender import TupleSender
 
@@ -161,3 +163,30 @@ async def test_a_round_is_verified_once_and_before_it_counts(early, monkeypatch)
             for _ in range(2):
                 await sync.send_weights()
     assert verified == ["updating" if early else "finalizing"] * 2
+
+
+@pytest.mark.asyncio
+async def test_workers_are_told_of_an_update_before_the_lane_is_busy_with_it(monkeypatch):
+    steps = []
+    write, submit = StreamWriter._writelines, LaneWorker.submit
+
+    def noted_write(writer, chunks):
+        if b"POST /update_weights" in chunks[0]:
+            steps.append("request")
+        return write(writer, chunks)
+
+    def noted_submit(worker, call):
+        if getattr(call.fn, "__name__", "") == "drive" and "source" in worker.name:
+            steps.append("lane")
+        return submit(worker, call)
+
+    monkeypatch.setattr(StreamWriter, "_writelines", noted_write)
+    monkeypatch.setattr(LaneWorker, "submit", noted_submit)
+    engine = aiosync.IPCWeightTransferEngine(
+        aiosync.WeightTransferConfig("ipc"), None, "cpu", nn.Linear(2, 2)
+    )
+    async with engine, aiosync.serve(engine) as server:
+        async with aiosync.connect(nn.Linear(2, 2), workers=[server.url]) as sync:
+            for _ in range(2):
+                await sync.send_weights()
+    assert steps == ["request", "lane"] * 2

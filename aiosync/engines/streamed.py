@@ -12,6 +12,7 @@ from abc import abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
 
+import anyio.lowlevel
 import msgspec
 
 from aiosync.config import WeightTransferUpdateInfo
@@ -228,6 +229,8 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         }
 
     async def transmit(self, round: Round) -> StreamSummary:
+        # First the request to the workers goes out: a busy lane would keep the interpreter from it.
+        await anyio.lowlevel.checkpoint()
         feed, plan = round.validated()
         sender = self.sender
         assert sender is not None  # made by init
