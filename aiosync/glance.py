@@ -181,8 +181,8 @@ class Looking:
     def _step(self) -> None:
         try:
             known = next(self._steps, None)
-        except (KeyError, TypeError, AttributeError, RuntimeError):
-            known = None  # a name is gone, or it stands for something else
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError):
+            known = None  # a name is gone, or stands for something else; perhaps at this moment
         if known is None:
             self.failed = True
         elif known < 0:

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from operator import is_
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from aiosync.destinations import Writes, moved
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class LooksLate(ABC):
         """
         self._aliases: dict[str, str] = {}
         self._partial = False
-        self._lent_upto = 0
+        self._lent_upto = 0  # of the model's own tensors
         self._looks_now = False
 
     def look_meanwhile(self, count: int | None) -> None:
@@ -60,12 +62,8 @@ class LooksLate(ABC):
         writes = self._found.writes
         if not self._looks_now or not isinstance(writes, Writes):
             return False
-        looking = writes.looking
-        if looking is not None and not writes.are_seen():
-            written = looking.tensors(0, self._lent_upto)
-            found = self._look_again().plain(0, self._lent_upto)
-            if not all(map(is_, written, found)):
-                raise moved(self.weights)
+        if not writes.are_seen():
+            self._look_again()
         return True
 
     def _look_again(self) -> Writes:
@@ -80,8 +78,19 @@ class LooksLate(ABC):
         alike = isinstance(now, Writes) and now.are_single and now.device == before.device
         if not isinstance(now, Writes) or not alike or found.ties:
             raise moved(self.weights)
+        if not self._are_still_there(before, now):
+            raise moved(self.weights)
         self._found, self.left_out, self._looks_now = found, found.left_out, False
         return now
+
+    def _are_still_there(self, before: Writes, now: Writes) -> bool:
+        """Whether what was handed out, and may have been written to, is the model's still."""
+        end = self._lent_upto
+        assert before.looking is not None  # it has just failed
+        assert before.addresses is not None
+        found = now.plain(0, end)
+        is_same = all(map(is_, before.looking.tensors(0, end), found))
+        return is_same and list(map(torch.Tensor.data_ptr, found)) == before.addresses[:end]
 
     @abstractmethod
     def _find(

@@ -16,7 +16,7 @@ from aiosync.giving_up import tell_ranks
 from aiosync.member_table import MemberState, MemberTrigger
 from aiosync.ranks import awaits_word
 from aiosync.weight_targets import MODEL
-from statemachines.tables import Weights
+from statemachines.tables import Trigger, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -88,7 +88,10 @@ def may_look_late(round: Round) -> bool:
     """
     engine, settings = round.engine, round.settings
     can_begin_again = settings.ticket is None and engine.recovers and engine.ranks.size == 1
-    return engine.looks_late and can_begin_again and not round.has_moved
+    has_begun_again = round.has_moved or round.recovered
+    # A gate runs others' code after the first look, which is then worth nothing.
+    is_gated = engine.machine.is_gated(Trigger.START)
+    return engine.looks_late and can_begin_again and not has_begun_again and not is_gated
 
 
 def _has_moved(error: BaseException) -> bool:

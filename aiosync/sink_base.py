@@ -154,7 +154,6 @@ class Sink(LooksLate, ABC):
             if found is not None:
                 if self._lends:
                     self._lent[first] = end
-                    self._lent_upto = max(self._lent_upto, end)
                 else:
                     self._handed.update(zip(indices, found, strict=True))
                 return found

@@ -212,6 +212,7 @@ class InPlaceSink(Sink):
         """Before memory of the model is written to."""
         if self._plain is not None and not self._plain.are_seen(end):
             self._plain = self._look_again()
+        self._lent_upto = max(self._lent_upto, end)
 
     def _end(self) -> None:
         super()._end()

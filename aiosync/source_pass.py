@@ -17,7 +17,7 @@ from aiosync.reading import Reading
 from transports.stream import columns_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -59,12 +59,18 @@ class SourcePass:
     def is_async(self) -> bool:
         return self._feed.is_async
 
-    def prepare(self) -> None:
-        """Look ahead where that costs nobody anything; on the source lane, before the senders."""
+    def prepare(self, then: Callable[[], None] | None = None) -> None:
+        """Look ahead where that costs nobody anything; on the source lane, before the senders.
+
+        Args:
+            then: What else is to be done; it may have more looked at before the pass.
+        """
         # With other ranks even a complaint about the module has its turn.
         if self._ranks.size == 1 and getattr(self._sender, "takes_parameters", False):
             self._feed.look()
-        if self._sender is not None:
+        if then is not None:
+            then()
+        if self._sender is not None:  # readers may read as soon as it is open
             self._reading = Reading.of(self._feed)
         if self._keeper is not None:
             self._keeper.begin(self._feed)

@@ -170,7 +170,7 @@ class ModuleSource(WeightSource):
         self._glanced: list[torch.Tensor] | None = None
         self.looking: Looking | None = None
         """What `look_late` began; a pass completes it."""
-        self._was_plain = False
+        self._was_plain = self._has_stayed = False
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
@@ -210,7 +210,8 @@ class ModuleSource(WeightSource):
         The pass itself then looks at each tensor right before it yields it (`SourceFeed`).
         """
         self.forget_tensors()
-        if self._glance is None or not self._is_plain:
+        # One that changes in every round would have each of them begin again.
+        if self._glance is None or not self._has_stayed or not self._is_plain:
             return False
         looking = Looking(self._glance, self.module)
         if looking.reaches(1):  # what changes a module changes its first tensors, most of the time
@@ -225,6 +226,7 @@ class ModuleSource(WeightSource):
         """Whether all is as and where it was; then `_glanced` has it."""
         if self._glance is not None:
             self._glanced = self._glance.look(self.module)
+            self._has_stayed = self._glanced is not None
             if self._glanced is None:
                 self._glance = None
         return self._glanced is not None
@@ -289,6 +291,7 @@ class ModuleSource(WeightSource):
             return None
         if self._was_plain:  # it seems to stay as it is
             self._glance = Glance.of(self.module, live, list(layout.keys.values()))
+            self._has_stayed = False
         self._was_plain = True
         return tensors
 

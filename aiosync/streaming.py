@@ -43,9 +43,7 @@ async def stream_out(
     """
 
     def begin() -> None:
-        the_pass.prepare()
-        if prepare is not None:
-            prepare()
+        the_pass.prepare(prepare)
         sender.open(plan, readers, round=round, stall=stall)
 
     def drive() -> StreamSummary:

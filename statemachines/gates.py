@@ -78,6 +78,10 @@ class Gates:
 
         return remove
 
+    def has(self, trigger: str) -> bool:
+        """Whether there is a gate of `trigger`."""
+        return any(gate.trigger == trigger for gate in self._gates)
+
     async def ask(self, context: GateContext) -> bool:
         """Return when every gate of ``context.trigger`` has let it pass; whether there was one.
 

@@ -154,6 +154,10 @@ class StateMachine:
             raise Validation(f"table {self.table.name!r} has no trigger {str(trigger)!r}")
         return self._gates.add(trigger, check, timeout)
 
+    def is_gated(self, trigger: str) -> bool:
+        """Whether there are gates before `trigger`."""
+        return self._gates.has(trigger)
+
     async def pass_gates(
         self, trigger: str, *, round: int | None = None, version: int | str | None = None
     ) -> bool:

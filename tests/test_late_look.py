@@ -14,7 +14,9 @@ from aiosync import glance as glances
 from aiosync.engines import ipc as ipc_engines
 from aiosync.engines.ipc import IPCTrainerWeightTransferEngine
 from aiosync.glance import Looking
+from aiosync.sinks import InPlaceSink
 from aiosync.targets import Writes
+from transports import device_copier
 
 KNOWN = 3
 """Rounds until both sides know their models."""
@@ -68,8 +70,8 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def pair(memory, *, sink="in_place", verify="digest", **options):
-    ours, theirs = model(), model()
+async def pair(memory, *, sink="in_place", verify="digest", make=model, **options):
+    ours, theirs = make(), make()
     config = aiosync.WeightTransferConfig("ipc", sink=sink, verify=verify)
     worker = aiosync.WeightTransferEngineFactory.create_engine(
         config, None, torch.device("cpu"), theirs
@@ -247,3 +249,117 @@ async def test_a_step_of_the_trainer_while_its_tensors_travel_is_noticed(memory,
             with pytest.raises(aiosync.Validation, match=r"^1\.one\.weight changed while"):
                 await both.round()
         await both.good_round()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sink", ["in_place", "staged"])
+async def test_tensors_without_bytes_travel_with_the_others(memory, sink, monkeypatch):
+    def with_empty():
+        made = model()
+        made[3].one.none = nn.Parameter(torch.ones(8)[4:4])
+        made[3].two.dot = nn.Parameter(torch.tensor(2.0))
+        return made
+
+    async with pair(memory, sink=sink, make=with_empty) as both:
+        for _ in range(KNOWN + 3):
+            assert not (await both.good_round()).notes
+
+
+@pytest.mark.asyncio
+async def test_a_module_that_changes_in_every_round_is_looked_at_first(memory):
+    async with pair(memory) as both:
+        kept = []
+        for net in (both.ours, both.theirs):
+            net[-1].two.register_buffer("cache", torch.zeros(3))
+        for _ in range(KNOWN + 4):
+            assert not (await both.good_round()).notes
+            kept.append(both.ours[-1].two.cache)
+            both.ours[-1].two.cache = torch.zeros(3)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sink", ["in_place", "staged"])
+async def test_a_gate_does_not_keep_a_module_from_being_described_anew(memory, sink):
+    async with pair(memory, sink=sink) as both:
+        for _ in range(KNOWN + 1):
+            await both.good_round()
+        both.trainer.gate("start", lambda context: True)
+        for net in (both.ours, both.theirs):
+            net[-1].two = nn.Linear(4, 8, bias=False)
+        await both.good_round()
+
+
+def replace_all(net):
+    for name, parameter in list(net.named_parameters()):
+        inside, _, key = name.rpartition(".")
+        setattr(net.get_submodule(inside), key, nn.Parameter(parameter.detach().clone()))
+
+
+def move_two(net):
+    for layer in (net[0], net[-1]):
+        layer.two.weight.data = torch.ones(4, 4)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("many", [True, False])
+@pytest.mark.parametrize("change", [replace_all, move_two])
+async def test_what_was_written_to_and_is_the_models_no_more_ends_the_round(
+    memory, monkeypatch, change, many
+):
+    monkeypatch.setattr(device_copier, "_BATCH_TENSORS", 4)
+    monkeypatch.setattr(device_copier, "_BATCH_NBYTES", 1)
+    async with pair(memory, verify="counts") as both:
+        for _ in range(KNOWN + 1):
+            await both.good_round()
+        destinations = InPlaceSink.destinations
+
+        def changed_meanwhile(self, indices):
+            if indices[0] == 4:
+                change(both.theirs)
+            if many:
+                return destinations(self, indices)
+            return [self.destination(index) for index in indices]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(InPlaceSink, "destinations", changed_meanwhile)
+            with pytest.raises(aiosync.AiosyncError, match="replaced, renamed or moved"):
+                await both.round()
+        assert both.worker.weights == "torn"
+        await both.good_round()
+
+
+@pytest.mark.asyncio
+async def test_a_step_while_readers_may_read_already_is_noticed(memory, monkeypatch):
+    async with pair(memory, verify="counts") as both:
+        for _ in range(KNOWN + 1):
+            await both.good_round()
+        memory.reallocate(both.ours[1].one.weight)  # so that all is looked at before
+        sender = both.trainer.sender
+        opened = sender.open
+
+        def stepped(*args, **options):
+            opened(*args, **options)
+            with torch.no_grad():
+                both.ours[1].one.weight += 1
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sender, "open", stepped)
+            with pytest.raises(aiosync.Validation, match=r"^1\.one\.weight changed while"):
+                await both.round()
+        await both.good_round()
+
+
+@pytest.mark.parametrize("error", [IndexError, ValueError, RuntimeError])
+def test_a_module_that_changes_under_the_look_fails_it(monkeypatch, error):
+    net = model()
+    names = list(dict(net.named_parameters()))
+    glance = glances.Glance.of(net, dict(net.named_parameters()), names)
+    assert glance.look(net) is not None
+
+    def torn(self, *args):
+        raise error
+
+    monkeypatch.setattr(glances._Run, "look", torn)
+    looking = Looking(glance, net)
+    assert not looking.reaches(1)
+    assert looking.failed

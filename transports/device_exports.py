@@ -55,12 +55,14 @@ class DeviceExports:
         table: Its name.
         places: Tensor, number of its allocation, offset.
         addresses: Of every tensor of the plan; -1 for those that are not read in place.
+        has_all: Whether there is an address for each of them.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.table = ""
         self.places: list[tuple[int, int, int]] = []
         self.addresses: list[int] = []
+        self.has_all = False
         self._memory = memory
         self._plan = ""
         self._given: list[int] | None = None
@@ -126,6 +128,7 @@ class DeviceExports:
         self.table = ""  # until all of the new one is there
         self._make(tensors, found)
         self.addresses, self._plan, self._frees = found, plan.digest, frees
+        self.has_all = _ABSENT not in found
         self._rename()
         return True
 

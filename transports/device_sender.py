@@ -106,8 +106,8 @@ class DeviceSender:
 
         It is the same list then, and `set_unseen` can stand for `set_tensors`.
         """
-        layout = None if self._layout is None else self._layout[1]
-        return layout is not None and not layout.streamed and self._exports.keeps(addresses)
+        exports = self._exports
+        return self._layout is not None and exports.has_all and exports.keeps(addresses)
 
     def set_unseen(self, addresses: list[int]) -> None:
         """The next round's tensors seem to be where they were (`knows`), which nobody has seen yet.
