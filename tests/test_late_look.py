@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -363,3 +365,92 @@ def test_a_module_that_changes_under_the_look_fails_it(monkeypatch, error):
     looking = Looking(glance, net)
     assert not looking.reaches(1)
     assert looking.failed
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("method", ["verify", "check_model"])
+async def test_what_a_sink_of_ones_own_verifies_is_asked(memory, method):
+    class Picky(InPlaceSink):
+        asked = 0
+
+    def counted(self):
+        Picky.asked += 1
+        getattr(InPlaceSink, method)(self)
+
+    setattr(Picky, method, counted)
+    async with pair(memory, sink=lambda net, device: Picky(net, device=device)) as both:
+        for number in range(KNOWN + 2):
+            await both.good_round()
+            assert Picky.asked > number
+
+
+async def gone(*_, **__):
+    raise aiosync.PeerLost("gone", replica="two") from ConnectionRefusedError(111, "refused")
+
+
+@contextlib.asynccontextmanager
+async def fleet(memory, sink):
+    """The trainer of a fleet of two, and both models beside its own."""
+    nets = [model() for _ in range(3)]
+    config = aiosync.WeightTransferConfig("ipc", sink=sink)
+    async with contextlib.AsyncExitStack() as stack:
+        members = []
+        for name, net in zip(("one", "two"), nets[1:], strict=True):
+            made = aiosync.WeightTransferEngineFactory.create_engine
+            worker = await stack.enter_async_context(made(config, None, torch.device("cpu"), net))
+            server = await stack.enter_async_context(aiosync.serve(worker))
+            client = aiosync.HTTPVLLMWeightSyncClient(server.url)
+            members.append(aiosync.Member(name, client))
+        trainer = IPCTrainerWeightTransferEngine(
+            client=aiosync.FleetClient(members, retry_without_lost=True),
+            source=aiosync.ModuleSource(nets[0]),
+            packed=True,
+            device="cpu",
+        )
+        await stack.enter_async_context(trainer)
+        await trainer.initialize()
+        both = Pair(memory, trainer, nets[1], None)
+        yield both, nets, members
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sink", ["in_place", "staged"])
+@pytest.mark.parametrize("lost", ["nobody", "start_weight_update", "update_weights"])
+async def test_a_fleet_begins_again_also_where_it_loses_a_member(memory, sink, lost):
+    async with fleet(memory, sink) as (both, nets, members):
+        for _ in range(KNOWN + 1):
+            assert (await both.round()).outcome == "committed"
+        last(both.ours)
+        if lost != "nobody":
+            setattr(members[1].client, lost, gone)
+            members[1].client.capabilities = gone
+        for number in range(2):
+            report = await both.round()
+            assert report.outcome == "committed"
+            assert bool(report.notes) == (number == 0)
+            left = nets[1:2] if lost != "nobody" else nets[1:]
+            for net in left:
+                for ours, theirs in zip(nets[0].parameters(), net.parameters(), strict=True):
+                    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sink", ["in_place", "staged"])
+@pytest.mark.parametrize("change", [None, replace, last])
+@pytest.mark.parametrize("side", ["ours", "theirs"])
+async def test_nothing_of_a_model_is_held_between_rounds(memory, sink, change, side):
+    async with pair(memory, sink=sink) as both:
+        for _ in range(KNOWN + 1):
+            await both.good_round()
+        net = getattr(both, side)
+        if change is not None:
+            change(net)
+            await both.good_round()
+        gc.collect()
+        gone = [weakref.ref(tensor) for tensor in net.parameters()]
+        for name, parameter in list(net.named_parameters()):
+            inside, _, key = name.rpartition(".")
+            setattr(net.get_submodule(inside), key, nn.Parameter(parameter.detach().clone()))
+        del parameter
+        assert not [ref for ref in gone if ref() is not None]
+        await both.good_round()
