@@ -145,6 +145,7 @@ class SourceFeed:
         self.looking = getattr(self.source, "looking", None)
         if self.looking is not None:
             self.addresses = self.source.plain_addresses
+            self.source.looking = None  # another engine of the same source has its own
         elif look is not None and self.announces(self.source.metadata):
             self.plain = look()
             if self.plain is not None:

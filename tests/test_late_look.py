@@ -15,6 +15,7 @@ import aiosync
 from aiosync import glance as glances
 from aiosync.engines import ipc as ipc_engines
 from aiosync.engines.ipc import IPCTrainerWeightTransferEngine
+from aiosync.feed import SourceFeed
 from aiosync.glance import Looking
 from aiosync.sinks import InPlaceSink
 from aiosync.targets import Writes
@@ -454,3 +455,19 @@ async def test_nothing_of_a_model_is_held_between_rounds(memory, sink, change, s
         del parameter
         assert not [ref for ref in gone if ref() is not None]
         await both.good_round()
+
+
+def test_two_engines_of_one_source_do_not_share_a_look():
+    source = aiosync.ModuleSource(model())
+    feeds = [SourceFeed(source) for _ in range(2)]
+    for _ in range(KNOWN):
+        source.notice_changes()
+        feeds[0].look()
+        source.forget_tensors()
+    assert source.look_late()
+    for feed in feeds:
+        feed.look()
+    assert feeds[0].looking is not None
+    assert feeds[1].looking is None
+    passes = [[batch.columns.tensors for batch in feed.iter_plain()] for feed in feeds]
+    assert [list(map(len, found)) for found in passes] == [[3] * 6] * 2
