@@ -144,10 +144,16 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
         return looking.tensors(first, end)
 
 
-def moved(weights: Weights | None = None) -> Coverage:
-    """What is said where tensors of a model are not what and where they were."""
+def moved(weights: Weights | None = None, *, again: bool = False) -> Coverage:
+    """What is said where tensors of a model are not what and where they were.
+
+    Args:
+        again: A round that begins anew would take the model as it is now: the trainer's does.
+    """
     return Coverage(
-        "tensors of the model were replaced, renamed or moved during the round", weights=weights
+        "tensors of the model were replaced, renamed or moved during the round",
+        weights=weights,
+        detail={"moved": True} if again else None,
     )
 
 

@@ -77,7 +77,7 @@ class LooksLate(ABC):
         now = found.writes
         alike = isinstance(now, Writes) and now.are_single and now.device == before.device
         if not isinstance(now, Writes) or not alike or found.ties:
-            raise moved(self.weights)
+            raise moved(self.weights, again=True)
         if not self._are_still_there(before, now):
             raise moved(self.weights)
         self._found, self.left_out, self._looks_now = found, found.left_out, False

@@ -77,7 +77,7 @@ class Round:
         self.phase = "admit"
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
-        self.recovered = self.has_moved = False
+        self.recovered = self.has_moved = self.looks_late = False
         self.turn = Milestone()
         """The engine's slot is this round's."""
         self.released = Milestone()
@@ -265,7 +265,8 @@ class Round:
 
     async def _validate(self) -> None:
         side, grace = self.source_side, self.budget.cleanup / 2
-        self.feed = await side.open_feed(grace=grace, late=may_look_late(self))
+        self.looks_late = may_look_late(self)
+        self.feed = await side.open_feed(grace=grace, late=self.looks_late)
         self.plan = await side.open_plan(self.feed, self.engine.make_plan, grace=grace)
 
     def validated(self) -> tuple[SourceFeed, Plan]:

@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any
 from aiosync.catch_up import Goal
 from aiosync.concurrency import first_line
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import AiosyncError, PeerLost, PhaseTimeout, Validation
+from aiosync.errors import (
+    AiosyncError,
+    Coverage,
+    PeerLost,
+    PhaseTimeout,
+    RemoteError,
+    Validation,
+)
 from aiosync.fleet_health import confirm_lost, is_refused
 from aiosync.giving_up import tell_ranks
+from aiosync.iterator_source import IteratorSource
 from aiosync.member_table import MemberState, MemberTrigger
 from aiosync.ranks import awaits_word
 from aiosync.weight_targets import MODEL
@@ -49,7 +57,7 @@ def driving(round: Round) -> Iterator[None]:
 
 async def at_most_twice(round: Round, run: Callable[[], Awaitable[None]]) -> None:
     """Await ``run()``, and once more where a lost member ended it and may be left, or where the
-    source turned out not to be as it was (`may_look_late`).
+    source, or a member's model, turned out not to be as it was (`may_look_late`, `LooksLate`).
 
     All trainer ranks do so, or none: rank 0, whose fleet it is, decides, and the others wait for
     its word wherever it told them with the reason that there will be one.
@@ -64,7 +72,7 @@ async def at_most_twice(round: Round, run: Callable[[], Awaitable[None]]) -> Non
             await _take_back(round, error)
             raise
         alone = ranks.size == 1
-        if alone and _has_moved(error) and not round.has_moved:
+        if _has_moved(round, error):
             round.has_moved = True
             round.notes.append(f"begun again: {error.message}")
             ranks.begin(round.settings.deadline)
@@ -86,16 +94,30 @@ def may_look_late(round: Round) -> bool:
     Then a source that is not as it was ends the round when members have some of its tensors: it
     has to be one that can begin again.
     """
-    engine, settings = round.engine, round.settings
-    can_begin_again = settings.ticket is None and engine.recovers and engine.ranks.size == 1
+    engine = round.engine
     has_begun_again = round.has_moved or round.recovered
     # A gate runs others' code after the first look, which is then worth nothing.
     is_gated = engine.machine.is_gated(Trigger.START)
-    return engine.looks_late and can_begin_again and not has_begun_again and not is_gated
+    can_begin_again = _can_begin_again(round) and not has_begun_again
+    return engine.looks_late and can_begin_again and not is_gated
 
 
-def _has_moved(error: BaseException) -> bool:
-    return isinstance(error, Validation) and bool((error.detail or {}).get("moved"))
+def _has_moved(round: Round, error: AiosyncError) -> bool:
+    """Whether a model, here or there, turned out to be another one than in the round before.
+
+    What a member has to say against an announcement that nobody has looked at counts as well.
+    """
+    if not isinstance(error, Validation | Coverage) or round.has_moved or round.sent_finish:
+        return False
+    is_doubtful = round.looks_late and isinstance(error, RemoteError)
+    return bool(is_doubtful or error.detail.get("moved")) and _can_begin_again(round)
+
+
+def _can_begin_again(round: Round) -> bool:
+    """Whether nobody else counts on this very round, and its tensors can be had once more."""
+    engine, side = round.engine, round.source_side
+    is_there = not side.is_pushed and not isinstance(side.source, IteratorSource)
+    return is_there and round.settings.ticket is None and engine.recovers and engine.ranks.size == 1
 
 
 async def _take_back(round: Round, error: BaseException) -> None:
