@@ -13,7 +13,7 @@ import aiosync
 from aiosync import ParamMeta
 from aiosync.engines.ipc_device import check_devices, own_device, own_gpu
 from aiosync.engines.ipc_stock import are_stock, stock_plan
-from aiosync.sinks import StagedSink
+from aiosync.sink_base import Sink
 from statemachines.errors import InvalidTransition, Validation
 from transports import tuple_sender
 from transports.lane_thread import LaneWorker
@@ -147,9 +147,9 @@ def test_packed_is_an_update_for_each_filling_of_one_buffer(handles):
 async def test_a_round_is_verified_once_and_before_it_counts(early, monkeypatch):
     verified = []
     for name in ("verify", "verify_stream"):
-        verify = getattr(StagedSink, name)
+        verify = getattr(Sink, name)
         noted = lambda sink, verify=verify: (verified.append(phase()), verify(sink))  # noqa: E731
-        monkeypatch.setattr(StagedSink, name, noted)
+        monkeypatch.setattr(Sink, name, noted)
     engine = aiosync.IPCWeightTransferEngine(
         aiosync.WeightTransferConfig("ipc"), None, "cpu", nn.Linear(2, 2)
     )
