@@ -178,9 +178,9 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
 
     @property
     def looks_late(self) -> bool:  # type: ignore[override]
-        """Where a round's copies take no longer than the look at tens of thousands of tensors."""
+        """So that workers look at their models at the same time, or copy already."""
         keeps = self.fleet is not None and self.fleet.keeper is not None
-        return self._on_gpus and not self._stock.in_use and not keeps
+        return not self._stock.in_use and not keeps
 
     async def host_rendezvous(self) -> None:
         self.per_member = not self._on_gpus
