@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _RUN = 256  # modules
+_PART = 768  # tensors, of which a single module may have tens of thousands
 _DEEPEST = 900  # levels; a tree without an end has more
 _HELD: Callable[[Any], tuple[dict[str, Any], ...]]
 _HELD = itemgetter("_parameters", "_buffers", "_modules")
@@ -55,12 +56,13 @@ class Glance:
         self._order = [at[name] for name in names]
         self._is_ordered = self._order == list(range(len(names)))
         runs = list(chain.from_iterable(self._levels))
-        addresses = list(chain.from_iterable(run.addresses for run in runs))
+        parts = list(chain.from_iterable(run.parts for run in runs))
+        addresses = list(chain.from_iterable(part.addresses for part in parts))
         self.addresses = [addresses[position] for position in self._order]
         furthest, looked_at = list(accumulate(self._order, max)), 0
-        for run in runs:
-            looked_at += len(run.addresses)
-            run.known = bisect_left(furthest, looked_at)
+        for part in parts:
+            looked_at += len(part.addresses)
+            part.known = bisect_left(furthest, looked_at)
 
     @classmethod
     def of(
@@ -95,6 +97,7 @@ class Glance:
         Ends early where something is not as it was.
         """
         level: list[Any] = [module]
+        known = 0
         for runs in self._levels:
             below: list[Any] = []
             start = 0
@@ -102,9 +105,17 @@ class Glance:
                 modules = level[start : start + run.count]
                 start += run.count
                 is_known = self._classes.issuperset(map(type, modules))
-                if not is_known or not run.look(modules, tensors, below):
+                own = run.look(modules, below) if is_known else None
+                if own is None:
                     return
-                yield run.known
+                yield known
+                for part in run.parts:
+                    found = own[part.start : part.end]
+                    if not part.are_same(found):
+                        return
+                    tensors += found
+                    known = part.known
+                    yield known
             level = below
         yield -1  # that was all
 
@@ -206,13 +217,11 @@ class _Run:
         count: Of modules.
         tensors: Which of them has it, and under which key.
         children: Which of them has it, and under which key.
-        addresses: The tensors'.
-        known: How many of a glance's names are seen with this run; set by it.
+        parts: Of the tensors.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.count = len(modules)
-        self.known = 0
         held = _held(modules)
         self._shapes = [_shape(dicts) for dicts in held]
         entries = [
@@ -229,41 +238,62 @@ class _Run:
         self.tensors = [entries[place][1:3] for place in own]
         self.children = [entries[place][1:3] for place in below]
         values: list[torch.Tensor] = [entries[place][3] for place in own]
-        self.addresses = list(map(torch.Tensor.data_ptr, values))
-        # Torch's guards take no tensor twice.
         firsts = {id(value): at for at, value in reversed(list(enumerate(values)))}
         again = sorted(set(range(len(values))) - set(firsts.values()))
-        self._firsts = _picker(sorted(firsts.values()))
-        self._guards = _guards(self._firsts(values)) if values else None
         self._again = _picker(again)
         self._as = _picker([firsts[id(values[at])] for at in again])
+        starts = range(0, len(values), _PART)
+        self.parts = [_Part(values, start, set(firsts.values())) for start in starts]
 
     def pick_children(self, modules: Sequence[nn.Module]) -> Sequence[Any]:
         """The submodules."""
         dicts = chain.from_iterable(_held(modules))
         return self._below(list(chain.from_iterable(map(dict.values, dicts))))
 
-    def look(self, modules: list[Any], tensors: list[torch.Tensor], below: list[Any]) -> bool:
-        """Whether all is as it was; adds what it found to the two lists."""
+    def look(self, modules: list[Any], below: list[Any]) -> Sequence[torch.Tensor] | None:
+        """The tensors, if the modules hold what they held; adds the submodules to the list."""
         values: list[Any] = []
         for dicts, shape in zip(_held(modules), self._shapes, strict=True):
             if not shape[1]:
                 if any(dicts):
-                    return False
+                    return None
                 continue
             if _shape(dicts) != shape:
-                return False
+                return None
             values += chain.from_iterable(map(dict.values, dicts))
         found = self._own(values)
+        if not all(map(is_, self._again(found), self._as(found))):
+            return None
+        if any(value is not None for value in self._vacant(values)):
+            return None
+        below += self._below(values)
+        return found
+
+
+@final
+class _Part:
+    """Some of a run's tensors, from `start` up to `end`.
+
+    Attributes:
+        addresses: Theirs.
+        known: How many of a glance's names are seen with this part; set by it.
+    """
+
+    def __init__(self, values: Sequence[torch.Tensor], start: int, firsts: set[int]) -> None:
+        own = values[start : start + _PART]
+        self.start, self.end = start, start + len(own)
+        self.addresses = list(map(torch.Tensor.data_ptr, own))
+        self.known = 0
+        # Torch's guards take no tensor twice.
+        fresh = [at - start for at in range(start, self.end) if at in firsts]
+        self._fresh = _picker(fresh)
+        self._guards = _guards(self._fresh(own)) if fresh else None
+
+    def are_same(self, found: Sequence[torch.Tensor]) -> bool:
+        """Whether these are as and where they were."""
         if list(map(torch.Tensor.data_ptr, found)) != self.addresses:
             return False
-        if self._guards is not None and not self._guards.check(*self._firsts(found)):
-            return False
-        if not all(map(is_, self._again(found), self._as(found))):
-            return False
-        tensors += found
-        below += self._below(values)
-        return not any(value is not None for value in self._vacant(values))
+        return self._guards is None or bool(self._guards.check(*self._fresh(found)))
 
 
 def _held(modules: Sequence[nn.Module]) -> tuple[tuple[dict[str, Any], ...], ...]:

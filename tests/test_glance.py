@@ -22,6 +22,7 @@ from transports.stream import Run, columns_of
 @pytest.fixture(autouse=True, params=[2, 256])
 def run_length(request, monkeypatch):
     monkeypatch.setattr(glances, "_RUN", request.param)
+    monkeypatch.setattr(glances, "_PART", request.param)
 
 
 class Tree(nn.Module):

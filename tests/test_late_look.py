@@ -41,6 +41,7 @@ def memory(monkeypatch):
     """Device memory that both engines of this process see."""
     found = FakeMemory()
     monkeypatch.setattr(glances, "_RUN", 2)
+    monkeypatch.setattr(glances, "_PART", 2)
     monkeypatch.setattr(ipc_engines, "open_memory", lambda device, who: found)
     monkeypatch.setattr(ipc_engines, "own_device", lambda device: (device, "gpu-a"))
     return found
