@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _RUN = 256  # modules
 _PART = 768  # tensors, of which a single module may have tens of thousands
+_FIRST = 6  # steps; a tree's upper levels have one each, if they are no wider than that
 _DEEPEST = 900  # levels; a tree without an end has more
 _HELD: Callable[[Any], tuple[dict[str, Any], ...]]
 _HELD = itemgetter("_parameters", "_buffers", "_modules")
@@ -172,6 +173,13 @@ class Looking:
         self._steps = glance.walk(module, self._seen)
         self._known = 0
         self._since = time.monotonic()
+
+    def begins_well(self) -> bool:
+        """Whether a first glance finds no change; it takes no longer than one may on a loop."""
+        for _ in range(_FIRST):
+            if not self.failed and not self.is_whole and not self._known:
+                self._step()
+        return not self.failed
 
     def reaches(self, count: int) -> bool:
         """Whether the first `count` tensors are as and where they were."""

@@ -214,7 +214,7 @@ class ModuleSource(WeightSource):
         if self._glance is None or not self._has_stayed or not self._is_plain:
             return False
         looking = Looking(self._glance, self.module)
-        if looking.reaches(1):  # what changes a module changes its first tensors, most of the time
+        if looking.begins_well():  # what changes a module changes its beginning, most of the time
             self.looking = looking
         return self.looking is not None
 
