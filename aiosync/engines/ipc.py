@@ -247,6 +247,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
             sender.set_tensors(staying(feed), feed.addresses)
             return
         assert isinstance(sender, ShmSender)
+        feed.look_to_the_end()  # the workers look at their models now, and come afterwards
         sender.set_resident(self._places.of(feed))
 
     async def transmit(self, round: Round) -> StreamSummary:
