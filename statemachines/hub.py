@@ -164,7 +164,7 @@ class TransitionHub:
         self._published += 1
         self._history.append(transition)
         # First, so that a hook cannot delay them, nor an interrupted hook keep it from them.
-        for subscription in tuple(self._subscriptions) if len(self._subscriptions) else ():
+        for subscription in tuple(self._subscriptions):
             if _concerns(subscription.only, transition):
                 self._dropped += subscription.deliver(transition)
         for registration in tuple(self._hooks):
