@@ -30,7 +30,7 @@ import msgspec
 from statemachines.errors import Validation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 NCCL_PACKED = "nccl_packed"
 IPC_PACKED = "ipc_packed"
@@ -162,9 +162,6 @@ def _cut_after_overflow(sizes: tuple[int, ...], limit: int) -> list[Chunk]:
 def _cut_before_overflow(
     sizes: tuple[int, ...], limit: int, names: Sequence[str] | None
 ) -> list[Chunk]:
-    chunks: list[Chunk] = []
-    pieces: list[Piece] = []
-    running = 0
     for tensor, size in enumerate(sizes):
         if size > limit:
             name = _name(tensor, names)
@@ -173,29 +170,31 @@ def _cut_before_overflow(
                 tensor=name,
                 next_step=f"Raise the packed buffer size to {size} or more.",
             )
-        if running + size > limit:
-            chunks.append(Chunk(len(chunks), running, tuple(pieces)))
-            pieces, running = [], 0
-        pieces.append(Piece(tensor, 0, running, size))
-        running += size
-    if pieces:
-        chunks.append(Chunk(len(chunks), running, tuple(pieces)))
-    return chunks
+    return _cut_before(sizes, lambda done, left: limit)
 
 
 def _cut_graded(sizes: tuple[int, ...], limit: int) -> list[Chunk]:
+    least = max(limit // _STEPS, 1)
+
+    def most(done: int, left: int) -> int:
+        # Half of what comes after it: a third of what is left.
+        return min(limit, max(least, min(done // 2, left // 3)))
+
+    return _cut_before(sizes, most)
+
+
+def _cut_before(sizes: tuple[int, ...], most: Callable[[int, int], int]) -> list[Chunk]:
+    """Cut before a tensor with which a chunk would exceed ``most(bytes before it, bytes left)``."""
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
-    least = max(limit // _STEPS, 1)
     done, left, running = 0, sum(sizes), 0
-    most = least
+    limit = most(done, left)
     for tensor, size in enumerate(sizes):
-        if pieces and running + size > most:
+        if pieces and running + size > limit:
             chunks.append(Chunk(len(chunks), running, tuple(pieces)))
             done, left = done + running, left - running
-            # Half of what comes after it: a third of what is left.
-            most = min(limit, max(least, min(done // 2, left // 3)))
             pieces, running = [], 0
+            limit = most(done, left)
         pieces.append(Piece(tensor, 0, running, size))
         running += size
     if pieces:
