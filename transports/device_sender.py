@@ -22,14 +22,12 @@ from transports.device_exports import DeviceExports
 from transports.device_layout import DeviceLayout
 from transports.device_ring import SenderRing
 from transports.digest import WSUM64
-from transports.listener import Listener
+from transports.many_links import ManyLinks
 from transports.packing import pack_into
 from transports.planning import ALIGNED
 from transports.sender_digests import SenderDigests, first_word
 from transports.shm_readers import Readers, check_stall
 from transports.stream import Progress, StreamSummary, columns_of
-from transports.turn import Turn
-from transports.waker import Waker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @final
-class DeviceSender:
+class DeviceSender(ManyLinks):
     """See `transports.stream.Sender`.
 
     What outlives rounds: the address, the token, the table of what is exported, the buffers.
@@ -62,6 +60,7 @@ class DeviceSender:
             )
         if type(buffers) is not int or not 1 <= buffers <= 1024:
             raise Validation(f"buffers must be an int in 1..1024, not {buffers!r}")
+        super().__init__()
         self.token = secrets.token_hex(16)
         self.progress = Progress()
         self._memory = memory
@@ -75,12 +74,8 @@ class DeviceSender:
         self._addresses: list[int] | None = None
         self._late = False
         self._training: Mark = REACHED
-        self._waker = Waker()
-        self._turn = Turn(self._waker)
         self._released = False
-        self._listener = Listener()
         self.address = self._listener.address
-        self._readers: Readers | None = None
         self._round = self._rounds = 0
         self._at = 0  # the tensor that is due
         self._streamed = 0  # how many of those that go through the buffers were written
@@ -345,44 +340,16 @@ class DeviceSender:
             raise InvalidTransition("no round is open")
         return self._readers, self._layout[1]
 
-    def _failed(self, error: BaseException, aborted: bool) -> None:
-        if self._readers is not None and not aborted:
-            self._readers.fail(error)
-        self._end_round()
-
     def _end_round(self) -> None:
-        readers, self._readers = self._readers, None
         self._tensors, self._addresses = (), None  # memory that the model gives up must be free
         self._late = False
-        if readers is not None:
-            readers.close()
-
-    def abort(self) -> None:
-        """See `transports.stream.Sender.abort`."""
-        self._waker.wake()
-        readers = self._readers
-        if readers is not None:
-            readers.shutdown()
-
-    def close(self) -> None:
-        """Drop this round's connections and a pending `abort`; the next `open` works."""
-        self._turn.now_or_afterwards(self._drop, self.abort)
-
-    def _drop(self) -> None:
-        self._end_round()
-        self._waker.reset()
-
-    def release(self) -> None:
-        """End for good: no address, no buffers, no descriptors."""
-        self._turn.now_or_afterwards(self._dispose, self.abort)
+        super()._end_round()
 
     def _dispose(self) -> None:
         if self._released:
             return
         self._released = True
-        self._end_round()
-        self._listener.close()
-        self._waker.close()
+        super()._dispose()
         self._exports.clear()
         self._layout = None
         self._digests.clear()
