@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from aiosync.module_layout import compact
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from aiosync.glance import Looking
+    from aiosync.glance import Glance, Looking
     from statemachines.tables import Weights
 
 
@@ -70,11 +71,9 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
             and not made in inference mode: then `plain` has them as they are. Else None.
         addresses: Where those are, if that is known.
         looking: The look at the model that is still under way; None: all was looked at before.
-        is_tracked: Whether autograd is told of what is written to addresses: one of them requires
-            a gradient.
     """
 
-    __slots__ = ("_more", "_single", "addresses", "device", "is_tracked", "looking")
+    __slots__ = ("_is_tracked", "_more", "_single", "addresses", "device", "looking")
 
     @property
     def are_single(self) -> bool:
@@ -82,32 +81,31 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
         return not self._more
 
     def __init__(
-        self,
-        names: Names,
-        tensors: Mapping[str, torch.Tensor],
-        device: torch.device | None,
-        *,
-        is_tracked: bool = True,
+        self, names: Names, tensors: Mapping[str, torch.Tensor], device: torch.device | None
     ) -> None:
         self._single: list[Any] = list(map(tensors.get, names.single))
         self._more = {i: [tensors[name] for name in group] for i, group in names.more.items()}
         self.addresses: list[int] | None = None
         self.device = device
         self.looking: Looking | None = None
-        self.is_tracked = is_tracked
+        self._is_tracked: bool | None = None
+
+    @property
+    def is_tracked(self) -> bool:
+        """Whether autograd is told of what is written to addresses: one requires a gradient."""
+        if self._is_tracked is None:
+            tensors = chain(self._single, *self._more.values())
+            self._is_tracked = any(
+                tensor is not None and tensor.requires_grad for tensor in tensors
+            )
+        return self._is_tracked
 
     @classmethod
-    def of(
-        cls,
-        looking: Looking,
-        addresses: list[int],
-        device: torch.device | None,
-        *,
-        is_tracked: bool,
-    ) -> Writes:
+    def of(cls, glance: Glance, looking: Looking, device: torch.device | None) -> Writes:
         """One tensor for each position, as a look at the model finds them."""
-        made = cls(Names(()), {}, device, is_tracked=is_tracked)
-        made.addresses, made.looking = addresses, looking
+        made = cls(Names(()), {}, device)
+        made.addresses, made.looking = glance.addresses, looking
+        made._is_tracked = glance.requires_grad
         return made
 
     def are_seen(self, count: int | None = None) -> bool:

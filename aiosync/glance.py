@@ -47,9 +47,11 @@ class Glance:
 
     Attributes:
         addresses: Of the tensors that it returns.
+        requires_grad: Whether one of the module's does; torch's guards see to it that it stays so.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        self.requires_grad = False
         self._levels: list[list[_Run]] = []
         self._classes: set[type] = set()
         found = self._descend(module)
@@ -85,6 +87,7 @@ class Glance:
             return None  # torch's guards are its own affair, and may change
         if seen is None or not all(map(is_, seen, map(tensors.__getitem__, names))):
             return None
+        made.requires_grad = any(tensor.requires_grad for tensor in tensors.values())
         return made
 
     def look(self, module: nn.Module) -> list[torch.Tensor] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,12 +19,9 @@ from aiosync.overlaps import check_disjoint, lie_apart, overlaps_itself, span_of
 from aiosync.places import Places, region_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from aiosync.metadata import ParamMeta
-
-
-_REQUIRES_GRAD: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
 
 class Model(NamedTuple):
@@ -69,14 +65,13 @@ class Matcher:
     It keeps names and addresses, never tensors: memory that the model gives up is free at once.
     """
 
-    __slots__ = ("_device", "_glance", "_is_tracked", "_key", "_match", "_places")
+    __slots__ = ("_device", "_glance", "_key", "_match", "_places")
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._glance: Glance | None = None
         self._places: Places | None = None
         self._device: torch.device | None = None  # see `Writes`
-        self._is_tracked = True  # likewise
         self._match = _Match(Names([]), [], [], 0)
 
     def find(
@@ -113,14 +108,11 @@ class Matcher:
             self._places = None
             self._match = _matched(found, metadata, aliases, partial=partial)
             self._key, self._places = key, Places(tensors)
-            written = list(map(tensors.__getitem__, self._match.names.all()))
-            self._device = _common_device(self._match.names, written)
-            self._is_tracked = any(map(_REQUIRES_GRAD, written))
+            self._device = _common_device(self._match.names, tensors)
         elif self._device is not None:  # it seems to stay as it is
             self._glance = Glance.of(model, tensors, self._match.names.single)
         names, ties, left_out, skipped = self._match
-        writes = Writes(names, tensors, self._device, is_tracked=self._is_tracked)
-        return Destinations(writes, ties, left_out, skipped)
+        return Destinations(Writes(names, tensors, self._device), ties, left_out, skipped)
 
     def _at_a_glance(
         self,
@@ -136,8 +128,7 @@ class Matcher:
         if glance is None or self._key is None:
             return None
         if self._key[:3] == (metadata, dict(aliases), partial):
-            looking = Looking(glance, model)
-            writes = Writes.of(looking, glance.addresses, self._device, is_tracked=self._is_tracked)
+            writes = Writes.of(glance, Looking(glance, model), self._device)
             # What changes a model changes its first tensors, most of the time.
             if writes.are_seen(1 if late else None):
                 _, ties, left_out, skipped = self._match
@@ -152,7 +143,8 @@ class Matcher:
         return self._places is None or self._places.hold(model_tensors(model).tensors)
 
 
-def _common_device(names: Names, written: list[torch.Tensor]) -> torch.device | None:
+def _common_device(names: Names, tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
+    written = list(map(tensors.__getitem__, names.all()))
     devices = set(map(DEVICE, written))
     if names.more or len(devices) != 1 or not are_plain(written):
         return None

@@ -194,6 +194,26 @@ def test_autograd_hears_of_what_is_written(mode):
         loss.backward()
 
 
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+def test_autograd_hears_of_it_as_soon_as_a_parameter_requires_gradients(mode):
+    net = nn.Linear(2, 2).requires_grad_(False)
+    sink = make_sink(net, mode)
+    metadata = SourceFeed(ModuleSource(net)).metadata
+
+    def counted():
+        before = net.weight._version
+        sink.begin(metadata)
+        for target in sink.destinations([0, 1]):
+            target.data.zero_()
+        sink.landed([0, 1])
+        sink.commit()
+        return net.weight._version - before
+
+    assert [counted() for _ in range(4)][-1] == 0  # nobody could ask for it
+    net.requires_grad_(True)
+    assert all(counted() for _ in range(4))
+
+
 def test_many_destinations_are_those_one_by_one():
     for mode in ("staged", "in_place", "layerwise"):
         one, many = (make_sink(model(), mode) for _ in range(2))
