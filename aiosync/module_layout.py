@@ -36,6 +36,8 @@ class Layout(NamedTuple):
     """What is announced about a module, and how to find it again."""
 
     metadata: list[ParamMeta]
+    announced: tuple[ParamMeta, ...]
+    """The same as it was made: somebody may change the list."""
     keys: dict[str, str]
     """The module's own name by announced name."""
     aliases: dict[str, str]
@@ -96,7 +98,8 @@ def lay_out(
         metas = list(map(ParamMeta, keys, map(DTYPE, tensors), shapes))
     else:
         metas = [_describe(name, live[key], dtype) for name, key in keys.items()]
-    return Layout(validate_metadata(metas), keys, aliases, left_out, outline(live))
+    metadata = validate_metadata(metas)
+    return Layout(metadata, tuple(metadata), keys, aliases, left_out, outline(live))
 
 
 def _renamed(key: str, rename: Rename | None) -> str | None:

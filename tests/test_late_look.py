@@ -193,6 +193,17 @@ async def test_a_worker_that_no_longer_fits_fails_the_round_and_can_be_mended(me
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("rounds", [1, KNOWN, KNOWN + 2])
+async def test_metadata_that_is_rearranged_in_place_still_names_its_tensors(memory, rounds):
+    async with pair(memory) as both:
+        for _ in range(rounds):
+            await both.good_round()
+        both.trainer.source.metadata.reverse()
+        for _ in range(KNOWN + 2):
+            assert not (await both.good_round()).notes
+
+
+@pytest.mark.asyncio
 async def test_freed_memory_is_looked_for_before_anybody_reads_there(memory):
     async with pair(memory) as both:
         for _ in range(KNOWN + 1):
