@@ -45,7 +45,7 @@ class Reading:
     def __init__(self, names: Iterable[str], tensors: Sequence[torch.Tensor] | None) -> None:
         self.grows = tensors is None
         all_names = list(names)
-        self._step = 1 + len(all_names) // _MOST
+        self._step = -(-len(all_names) // _MOST) or 1
         self._names = all_names[:: self._step]
         self._seen = 0
         self._tensors: list[torch.Tensor] = []
