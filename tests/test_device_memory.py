@@ -31,6 +31,7 @@ from transports.planning import ALIGNED, plan_chunks
 from transports.pointer_copy import tiles_of
 from transports.pointer_digest import PointerDigest
 from transports.shm_messages import Handles, Hello, encode
+from transports.stream import Run
 
 STALL = 5.0
 
@@ -506,3 +507,49 @@ def test_tiles_cover_every_piece(sizes):
 def test_every_dtype_of_the_suite_is_there():
     assert torch.float8_e5m2 in DTYPES
     assert torch.complex64 in DTYPES
+
+
+def test_nothing_is_read_before_it_was_looked_at(stack, monkeypatch):
+    tensors = [torch.full((16,), float(at)) for at in range(4)]
+    stream = Stream(stack)
+    stream.memory.own(*tensors)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    plan, sender, receiver = plan_of(tensors), stream.sender, stream.receivers[0]
+    copied, copy = threading.Event(), AddressCopy.__call__
+
+    def noted(self, to, out_of):
+        copied.set()
+        copy(self, to, out_of)
+
+    monkeypatch.setattr(AddressCopy, "__call__", noted)
+    for number in (1, 2):
+        targets, landed = places_for(tensors), []
+        take = targets.__getitem__
+        copied.clear()
+        if number == 1:
+            sender.set_tensors(tensors, addresses)
+        else:
+            assert sender.knows(addresses)
+            sender.set_unseen(addresses)
+        thread = threading.Thread(
+            target=receiver.receive,
+            args=(plan, take, landed.extend),
+            kwargs={"round": number, "stall": STALL},
+        )
+        thread.start()
+        sender.open(plan, 1, round=number, stall=STALL)
+        sender.write(Run(0, tensors[:2], addresses[:2]))
+        assert copied.wait(STALL if number == 1 else 0.3) == (number == 1)
+        sender.write(Run(2, tensors[2:], addresses[2:]))
+        sender.finish()
+        thread.join(STALL)
+        sender.close()
+        receiver.close()
+        assert landed == [0, 1, 2, 3]
+        assert_equal(targets, tensors)
+
+
+def test_a_plan_of_nothing_is_a_round_as_well(stack):
+    stream = Stream(stack)
+    results = stream.round([], [[]])
+    assert [result.nbytes for result in results] == [0, 0]

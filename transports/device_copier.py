@@ -15,7 +15,7 @@ from transports.cuda import WorkQueue, mark_current, poll
 from transports.errors import DigestMismatch, PhaseTimeout
 from transports.pointer_digest import PointerDigest
 from transports.sender_digests import first_word
-from transports.stream import known_of, targets_of
+from transports.stream import known_of, meanwhile_of, targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,7 +107,7 @@ class DeviceCopier:
             await_ready: Waits until that many tensors of the plan may be read.
         """
         takes_all = bool(getattr(destination, "takes_all", False))
-        meanwhile: Callable[[int | None], None] = getattr(destination, "meanwhile", _nothing)
+        meanwhile = meanwhile_of(destination)
         batches = self._batches_of(layout, takes_all=takes_all, verifies=verifies)
         under_way: deque[tuple[_Batch, Mark, Sequence[torch.Tensor]]] = deque()
         values: list[torch.Tensor] = []
@@ -208,10 +208,6 @@ class DeviceCopier:
             with suppress(RuntimeError, PhaseTimeout):
                 poll(mark, lambda: None, limit=_DRAIN_S)
             raise
-
-
-def _nothing(count: int | None) -> None:
-    del count
 
 
 def _those(addresses: Sequence[int], indices: list[int]) -> list[int]:

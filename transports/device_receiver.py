@@ -169,7 +169,7 @@ class DeviceReceiver(OneLink):
         layout = self._layout[1]
         verifies = kind is not None
         addresses = self._mappings.addresses
-        confirmed = 0
+        confirmed = -1  # not even that there is nothing
 
         def await_ready(count: int) -> None:
             nonlocal confirmed
@@ -179,7 +179,7 @@ class DeviceReceiver(OneLink):
         values = self._copier.take_resident(
             layout, addresses, destination, landed, verifies=verifies, await_ready=await_ready
         )
-        await_ready(len(plan.sizes))  # or 0: there is nothing, or nothing in place
+        await_ready(len(plan.sizes))  # where nothing is in place, nobody has waited for it yet
         if verifies:
             self._compare(link, layout, values, stall)
         self._send(link, wire.Ack(chunk=0), stall)
@@ -228,7 +228,7 @@ class DeviceReceiver(OneLink):
         news = self._await(link, (device_wire.Confirmed, wire.Ready), stall)
         if not isinstance(news, wire.Ready):
             if not known < news.count <= all_:
-                raise Validation(f"{news.count} of {all_} tensors are confirmed after {known}")
+                raise Validation(f"{news.count} of {all_} tensors are confirmed, {known} were")
             return news.count
         if news.chunk != 0:
             raise Validation(f"chunk {news.chunk} came where 0 was due")

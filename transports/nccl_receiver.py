@@ -11,7 +11,7 @@ from transports.cuda import mark_current
 from transports.errors import DigestMismatch
 from transports.nccl_half import AHEAD, NBYTES, Half, nccl_knows
 from transports.packing import bytes_of
-from transports.stream import known_of
+from transports.stream import known_of, meanwhile_of, targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,10 +99,7 @@ class NcclReceiver(Half):
         landed: Callable[[list[int]], None],
     ) -> None:
         ring = self._opened
-        # A sink may hand out many at once.
-        many: Callable[[Sequence[int]], list[torch.Tensor]] | None
-        many = getattr(destination, "many", None)
-        meanwhile: Callable[[int], None] = getattr(destination, "meanwhile", lambda _: None)
+        meanwhile = meanwhile_of(destination)
 
         def settle(may_stay: int) -> None:
             while len(self._under_way) > may_stay:
@@ -119,7 +116,7 @@ class NcclReceiver(Half):
                 if self._posted <= index:
                     self._post(ring)
                 indices = list(range(block.first, block.end))
-                targets = list(map(destination, indices)) if many is None else many(indices)
+                targets = targets_of(destination, indices)  # a sink may hand out many at once
                 self._load(ring, index, targets, known_of(destination, indices))
             self._under_way.append(index)
             meanwhile(block.end)

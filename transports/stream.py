@@ -125,6 +125,12 @@ def known_of(
     return None if known is None else known(indices)
 
 
+def meanwhile_of(destination: Callable[[int], torch.Tensor]) -> Callable[[int | None], None]:
+    """What to call before a wait (`Receiver.receive`)."""
+    found: Callable[[int | None], None] = getattr(destination, "meanwhile", lambda _: None)
+    return found
+
+
 class Roll(Protocol):
     """Which readers a round still counts on, where it may go on without some of them."""
 
