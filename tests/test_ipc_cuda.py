@@ -23,7 +23,7 @@ import torch
 from everything import Everything
 from gpu_memory import MIB, assert_as_free, free_memory
 from paced import Hold, Paced
-from processes import program, replica
+from processes import lines, program, replica
 from torch import nn
 
 import aiosync
@@ -549,15 +549,7 @@ async def by_ranks(url, tmp_path, devices, *flags):
             )
             for rank, device in enumerate(devices)
         ]  # fmt: skip
-
-        async def lines(process):
-            said = []
-            async with asyncio.timeout(45):
-                while line := await process.stdout.readline():
-                    said.append(json.loads(line))
-            return said
-
-        return await asyncio.gather(*map(lines, ranks))
+        return await asyncio.gather(*(lines(process, 45) for process in ranks))
 
 
 async def assert_sent_twice(url, said):

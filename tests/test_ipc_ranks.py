@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import AsyncExitStack
 
 import pytest
 import torch
 from fake_vllm import fake_handle, fake_vllm
 from limits import SLACK
-from processes import program
+from processes import lines, program
 
 from statemachines.errors import Validation
 from transports.tuple_handle import TupleHandle, decode_handles, encode_handles
 
 pytestmark = pytest.mark.timeout(60)
 LIMIT = 9000  # one weight of the model and a bias: chunks that end within a layer's group
-
-
-async def lines(process):
-    said = []
-    async with asyncio.timeout(50):
-        while line := await process.stdout.readline():
-            said.append(json.loads(line))
-    return said
 
 
 async def train(vllm, tmp_path, gpus, *flags, **options):
@@ -42,7 +33,7 @@ async def train(vllm, tmp_path, gpus, *flags, **options):
             )
             for rank, gpu in enumerate(gpus)
         ]  # fmt: skip
-        return await asyncio.gather(*(lines(process) for process in ranks))
+        return await asyncio.gather(*(lines(process, 50) for process in ranks))
 
 
 def forms(packed):

@@ -63,6 +63,11 @@ class Pair:
                 parameter.uniform_()
         return await self.trainer.send_weights(version=self.version)
 
+    async def get_known(self):
+        """Rounds until both models are looked at late."""
+        for _ in range(KNOWN + 1):
+            await self.good_round()
+
     async def good_round(self):
         report = await self.round()
         ours, theirs = self.ours.state_dict(), self.theirs.state_dict()
@@ -143,8 +148,7 @@ def last(net):
 @pytest.mark.parametrize("change", [replace, move, first, last])
 async def test_a_trainer_whose_tensors_moved_begins_again(memory, sink, change):
     async with pair(memory, sink=sink) as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         change(both.ours)
         report = await both.good_round()
         assert bool(report.notes) == (change is not first)
@@ -157,8 +161,7 @@ async def test_a_trainer_whose_tensors_moved_begins_again(memory, sink, change):
 @pytest.mark.parametrize("change", [replace, move, first, last])
 async def test_a_worker_whose_tensors_moved_is_written_where_they_are(memory, sink, change):
     async with pair(memory, sink=sink) as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         change(both.theirs)
         for _ in range(KNOWN):
             assert not (await both.good_round()).notes
@@ -168,8 +171,7 @@ async def test_a_worker_whose_tensors_moved_is_written_where_they_are(memory, si
 @pytest.mark.parametrize("sink", ["in_place", "staged"])
 async def test_models_that_both_grew_get_the_new_tensors(memory, sink):
     async with pair(memory, sink=sink) as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         for net in (both.ours, both.theirs):
             net.append(Layer())
         for _ in range(KNOWN):
@@ -180,8 +182,7 @@ async def test_models_that_both_grew_get_the_new_tensors(memory, sink):
 @pytest.mark.parametrize("sink", ["in_place", "staged"])
 async def test_a_worker_that_no_longer_fits_fails_the_round_and_can_be_mended(memory, sink):
     async with pair(memory, sink=sink) as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         right = both.theirs[4].two.weight
         both.theirs[4].two.weight = nn.Parameter(torch.ones(2, 4))
         with pytest.raises(aiosync.AiosyncError, match=r"4.two.weight"):
@@ -206,8 +207,7 @@ async def test_metadata_that_is_rearranged_in_place_still_names_its_tensors(memo
 @pytest.mark.asyncio
 async def test_freed_memory_is_looked_for_before_anybody_reads_there(memory):
     async with pair(memory) as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         addresses = both.trainer.source._glance.addresses
         assert both.trainer.sender.knows(addresses)
         memory.reallocate(both.ours[1].one.weight)
@@ -218,8 +218,7 @@ async def test_freed_memory_is_looked_for_before_anybody_reads_there(memory):
 @pytest.mark.asyncio
 async def test_a_trainer_that_recovers_by_hand_looks_first(memory):
     async with pair(memory, recover="manual") as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         last(both.ours)
         assert not (await both.good_round()).notes
 
@@ -227,8 +226,7 @@ async def test_a_trainer_that_recovers_by_hand_looks_first(memory):
 @pytest.mark.asyncio
 async def test_a_model_that_changes_while_its_tensors_arrive_is_not_committed(memory, monkeypatch):
     async with pair(memory) as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         seen = Writes.are_seen
 
         def changed_meanwhile(self, count=None):
@@ -248,8 +246,7 @@ async def test_a_model_that_changes_while_its_tensors_arrive_is_not_committed(me
 @pytest.mark.parametrize("sink", ["in_place", "staged"])
 async def test_a_step_of_the_trainer_while_its_tensors_travel_is_noticed(memory, sink, monkeypatch):
     async with pair(memory, sink=sink, verify="counts") as both:  # else a digest may find it first
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         sender = both.trainer.sender
         finish = sender.finish
 
@@ -296,8 +293,7 @@ async def test_a_module_that_changes_in_every_round_is_looked_at_first(memory):
 @pytest.mark.parametrize("sink", ["in_place", "staged"])
 async def test_a_gate_does_not_keep_a_module_from_being_described_anew(memory, sink):
     async with pair(memory, sink=sink) as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         both.trainer.gate("start", lambda context: True)
         for net in (both.ours, both.theirs):
             net[-1].two = nn.Linear(4, 8, bias=False)
@@ -324,8 +320,7 @@ async def test_what_was_written_to_and_is_the_models_no_more_ends_the_round(
     monkeypatch.setattr(device_copier, "_BATCH_TENSORS", 4)
     monkeypatch.setattr(device_copier, "_BATCH_NBYTES", 1)
     async with pair(memory, verify="counts") as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         destinations = InPlaceSink.destinations
 
         def changed_meanwhile(self, indices):
@@ -346,8 +341,7 @@ async def test_what_was_written_to_and_is_the_models_no_more_ends_the_round(
 @pytest.mark.asyncio
 async def test_a_step_while_readers_may_read_already_is_noticed(memory, monkeypatch):
     async with pair(memory, verify="counts") as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         memory.reallocate(both.ours[1].one.weight)  # so that all is looked at before
         sender = both.trainer.sender
         opened = sender.open
@@ -453,8 +447,7 @@ async def test_a_fleet_begins_again_also_where_it_loses_a_member(memory, sink, l
 @pytest.mark.parametrize("side", ["ours", "theirs"])
 async def test_nothing_of_a_model_is_held_between_rounds(memory, sink, change, side):
     async with pair(memory, sink=sink) as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         net = getattr(both, side)
         if change is not None:
             change(net)
@@ -502,8 +495,7 @@ def widen(net):
 @pytest.mark.parametrize("change", [tie, turn])
 async def test_a_worker_whose_tensors_need_other_copies_begins_again(memory, sink, change):
     async with pair(memory, sink=sink) as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         if change is tie:  # announced under both names, with one value
             change(both.theirs)
             both.ours[-1].two.weight.data = both.ours[-2].two.weight.data
@@ -519,12 +511,10 @@ async def test_a_worker_whose_tensors_need_other_copies_begins_again(memory, sin
 @pytest.mark.parametrize("sink", ["in_place", "staged"])
 async def test_models_that_both_changed_agree_in_the_same_round(memory, sink):
     async with pair(memory, sink=sink) as both:
-        for _ in range(KNOWN + 1):
-            await both.good_round()
+        await both.get_known()
         for change in (widen, lambda net: net[-1].one.to(torch.float32)):
             change(both.theirs)
             with pytest.raises(aiosync.Validation, match=r"5\.one"):
                 await both.round()
             change(both.ours)  # what the worker has to say comes before the trainer's own look
-            for _ in range(KNOWN + 1):
-                await both.good_round()
+            await both.get_known()

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
 import pytest
 from limits import SLACK
-from processes import program, replica
+from processes import lines, program, replica
 from proxy import proxy
 
 import aiosync
 from aiosync.ranks import TrainerRanks
-
-
-async def lines(process):
-    """Everything a rank says until it ends."""
-    said = []
-    async with asyncio.timeout(60):
-        while line := await process.stdout.readline():
-            said.append(json.loads(line))
-    return said
 
 
 async def train(size, tmp_path, worker, **options):
@@ -48,7 +38,7 @@ async def train(size, tmp_path, worker, **options):
             )
             for rank in range(size)
         ]
-        return await asyncio.gather(*(lines(process) for process in ranks))
+        return await asyncio.gather(*(lines(process, 60) for process in ranks))
 
 
 @pytest.fixture(scope="module")

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import AsyncExitStack
 
 import pytest
-from processes import program, replica
+from processes import lines, program, replica
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
-
-
-async def lines(process):
-    said = []
-    async with asyncio.timeout(90):
-        while line := await process.stdout.readline():
-            said.append(json.loads(line))
-    return said
 
 
 async def run(size, kind, tmp_path, *scenarios):
@@ -34,7 +25,7 @@ async def run(size, kind, tmp_path, *scenarios):
             )
             for rank in range(size)
         ]
-        said = await asyncio.gather(*(lines(process) for process in ranks))
+        said = await asyncio.gather(*(lines(process, 90) for process in ranks))
     assert [[word["what"] for word in words] for words in said] == [list(scenarios)] * size
     return {what: [words[n] for words in said] for n, what in enumerate(scenarios)}
 

@@ -163,3 +163,12 @@ def _stop() -> None:
     mine, zygote = _ZYGOTE
     mine.close()
     zygote.wait(10)
+
+
+async def lines(process, seconds):
+    """Everything that a program says until it ends, a JSON value a line."""
+    said = []
+    async with asyncio.timeout(seconds):
+        while line := await process.stdout.readline():
+            said.append(json.loads(line))
+    return said
