@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from aiosync.codec import convert
 from aiosync.errors import KINDS, AiosyncError, ProtocolMismatch, Unauthorized, Validation
@@ -21,6 +21,8 @@ from aiosync.version import Version
 from aiosync.weight_targets import MODEL, Target
 
 PROTOCOL = 1
+STARTS = "starts"
+"""The feature of a worker whose update may also start the round."""
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 LONGEST_S = 1e9
@@ -45,6 +47,8 @@ class RoundHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         target: What the round updates; None: the model. Sent with ``start``.
         ticket: Id of the ticket, where somebody else than this trainer drives the round.
         staging: A rank's place in staging that its group shares; sent with the group's init.
+        starts: Of an update: it also starts the round, as a start before it would. Sent only
+            where it is true, to a worker whose last answer names the feature `STARTS`.
     """
 
     protocol: int = PROTOCOL
@@ -60,6 +64,7 @@ class RoundHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     target: Target | None = None
     ticket: Name | None = None
     staging: StagingPlace | None = None
+    starts: bool | UnsetType = UNSET
 
 
 class PeerState(msgspec.Struct, frozen=True, kw_only=True):

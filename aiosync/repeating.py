@@ -39,13 +39,16 @@ async def reliably(
         What the call raised: at once where it must not be repeated, or when the worker cannot be
         asked, or says that the round is over.
     """
+    starts = round.starts_with_update and method == "update_weights"
     for left in reversed(range(_REPEATS + 1)):
         try:
-            return await link.call(method, *args, header=header or round.header(link), **options)
+            this = header or round.header(link, starts=starts)
+            return await link.call(method, *args, header=this, **options)
         except (PeerLost, PhaseTimeout) as lost:
             if not left or isinstance(lost, RemoteError) or not _may_repeat(link, method):
                 raise
-            if not await ask(round, link) or not _is_open(round, link, method, lost):
+            opens = starts or method.startswith("start_")
+            if not await ask(round, link) or not _is_open(round, link, method, lost, opens=opens):
                 raise
     raise AssertionError("unreachable")
 
@@ -70,13 +73,15 @@ def _may_repeat(link: MemberLink, method: str) -> bool:
     return method in _RECORDED + _HARMLESS
 
 
-def _is_open(round: Round, link: MemberLink, method: str, lost: AiosyncError) -> bool:
+def _is_open(
+    round: Round, link: MemberLink, method: str, lost: AiosyncError, *, opens: bool
+) -> bool:
     """Whether the round goes on at the worker, or has not begun there."""
     if method in _HARMLESS or link.peer is None:
         return link.peer is not None
     detail = link.peer.detail
     if detail.get("round") != round.number:
-        return method.startswith("start_") and detail.get("round", 0) < round.number
+        return opens and detail.get("round", 0) < round.number
     if detail.get("settled"):
         lost.message += f"; the worker says that the round is over: {detail.get('outcome')}"
         return False

@@ -16,22 +16,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import anyio
+from msgspec import UNSET
 
 from aiosync import together
 from aiosync.attendance import Attendance
 from aiosync.commit import commit
 from aiosync.concurrency import Milestone, collapse, run_legs
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import Fenced, InvalidTransition, PhaseTimeout, RoundCancelled, Validation
+from aiosync.errors import PhaseTimeout, RoundCancelled, Validation
 from aiosync.giving_up import give_up
 from aiosync.liveness import kept_alive, watched
 from aiosync.member_checks import check_options, opening_call
 from aiosync.members import opened, unanswered
 from aiosync.messages import PROTOCOL, RoundHeader
 from aiosync.metadata import first_few
+from aiosync.opening import start
 from aiosync.repeating import reliably
 from aiosync.reporting import make_report
-from aiosync.roll_call import assemble, begin_again, convene, has_restarted
+from aiosync.roll_call import assemble, convene
 from aiosync.round_holds import Holds
 from aiosync.settling import at_most_twice, driving, may_look_late
 from aiosync.weight_targets import MODEL
@@ -78,6 +80,8 @@ class Round:
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         self.recovered = self.has_moved = self.looks_late = False
+        self.starts_with_update = False
+        """Whether the members' update says that it also starts the round."""
         self.turn = Milestone()
         """The engine's slot is this round's."""
         self.released = Milestone()
@@ -251,7 +255,7 @@ class Round:
     async def _carry_out(self) -> None:
         await self._hold("round")
         with self._timed("start", self.budget.admit or DEFAULTS.admit_s):
-            await self._start()
+            await start(self)
         self.holds.start_clocks()
         with self._timed("update", None):
             await self._transfer()
@@ -283,23 +287,13 @@ class Round:
 
     # -- with the workers ------------------------------------------------------------------------
 
-    async def _start(self) -> None:
-        try:
-            await self._all("start", None)
-        except (InvalidTransition, Fenced) as error:
-            if self.recovered or not self.engine.recovers or not await has_restarted(self):
-                raise
-            await begin_again(self, error)
-            await self.holds.take("round")
-            await self._all("start", None)
-
     async def _transfer(self) -> None:
         payload = self.engine.update_payload(self)
 
         async def control() -> None:
             if payload is None:
                 return  # the data leg makes these calls as it goes
-            update = partial(self._all, "update", "update_weights", payload)
+            update = partial(self.call, "update", "update_weights", payload)
             await together.heard(self, lambda: watched(self, update))
 
         async def data() -> None:
@@ -316,7 +310,7 @@ class Round:
             for link in self.links
             if link.supports("prepare") and not link.has_verified(self.number)
         ]
-        await self._all("prepare", "prepare_weight_update", links=ready)
+        await self.call("prepare", "prepare_weight_update", links=ready)
 
     async def _finish(self) -> None:
         await self.engine.machine.pass_gates(
@@ -336,8 +330,12 @@ class Round:
         """What every flip of this round says about it."""
         return {"round": self.number, "version": self.label, "nbytes": self.nbytes}
 
-    def header(self, link: MemberLink) -> RoundHeader | None:
-        """The ``aiosync`` object of every call of this round to `link`."""
+    def header(self, link: MemberLink, *, starts: bool = False) -> RoundHeader | None:
+        """The ``aiosync`` object of every call of this round to `link`.
+
+        Args:
+            starts: The call also starts the round.
+        """
         if not link.speaks_ours:
             return None
         return RoundHeader(
@@ -358,6 +356,7 @@ class Round:
             ),
             digest=self.plan.digest if self.plan is not None else None,
             ticket=self.settings.driven,
+            starts=starts or UNSET,
         )
 
     async def _hold(self, scope: str) -> None:
@@ -365,9 +364,10 @@ class Round:
             with self._timed("pause", self.budget.pause or DEFAULTS.pause_s):
                 await self.holds.take(scope)
 
-    async def _all(
+    async def call(
         self, phase: str, method: str | None, *args: Any, links: list[MemberLink] | None = None
     ) -> None:
+        """Call `method` of all members; None: the one that starts the round."""
         await self.attendance.call(
             self.links if links is None else links,
             lambda link: reliably(self, link, method or opening_call(self, link), *args),

@@ -146,6 +146,11 @@ class Holds:
     def seconds(self, link: MemberLink) -> float:
         """How long generation of this member stood still, as it measured itself if it can."""
         clock, peer = self._clocks.get(link), link.peer
+        if self._round.starts_with_update and peer is not None:
+            before = peer.detail.get("paused_before")
+            if peer.detail.get("round") != self._round.number or before is None:
+                return 0.0  # it has not begun there
+            clock = peer.incarnation, float(before)
         if clock is None or peer is None or peer.incarnation != clock[0]:
             return self._measured.get(link, 0.0)
         return max(_seconds_paused(link) - clock[1], 0.0)

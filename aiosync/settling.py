@@ -7,12 +7,16 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from aiosync.catch_up import Goal
 from aiosync.concurrency import first_line
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import (
     AiosyncError,
     Coverage,
+    Fenced,
+    InvalidTransition,
     PeerLost,
     PhaseTimeout,
     RemoteError,
@@ -23,6 +27,7 @@ from aiosync.giving_up import tell_ranks
 from aiosync.iterator_source import IteratorSource
 from aiosync.member_table import MemberState, MemberTrigger
 from aiosync.ranks import awaits_word
+from aiosync.roll_call import has_restarted
 from aiosync.weight_targets import MODEL
 from statemachines.tables import Trigger, Weights
 
@@ -57,12 +62,14 @@ def driving(round: Round) -> Iterator[None]:
 
 async def at_most_twice(round: Round, run: Callable[[], Awaitable[None]]) -> None:
     """Await ``run()``, and once more where a lost member ended it and may be left, or where the
-    source, or a member's model, turned out not to be as it was (`may_look_late`, `LooksLate`).
+    source, or a member's model, turned out not to be as it was (`may_look_late`, `LooksLate`), or
+    where a member that was to start with the update had restarted.
 
     All trainer ranks do so, or none: rank 0, whose fleet it is, decides, and the others wait for
     its word wherever it told them with the reason that there will be one.
     """
     ranks = round.engine.ranks
+    round.starts_with_update = False  # settled anew by each try
     ranks.may_begin_again = functools.partial(_may_leave, round)
     try:
         await run()
@@ -75,6 +82,12 @@ async def at_most_twice(round: Round, run: Callable[[], Awaitable[None]]) -> Non
         if _has_moved(round, error):
             round.has_moved = True
             round.notes.append(f"begun again: {error.message}")
+            ranks.begin(round.settings.deadline)
+            await at_most_twice(round, run)
+            return
+        if await _could_not_start(round, error):
+            round.recovered = True
+            round.notes.append(f"begun again, a worker had restarted: {error.message}")
             ranks.begin(round.settings.deadline)
             await at_most_twice(round, run)
             return
@@ -98,8 +111,8 @@ def may_look_late(round: Round) -> bool:
     has_begun_again = round.has_moved or round.recovered
     # A gate runs others' code after the first look, which is then worth nothing.
     is_gated = engine.machine.is_gated(Trigger.START)
-    can_begin_again = _can_begin_again(round) and not has_begun_again
-    return engine.looks_late and can_begin_again and not is_gated
+    may_begin_again = can_begin_again(round) and not has_begun_again
+    return engine.looks_late and may_begin_again and not is_gated
 
 
 def _has_moved(round: Round, error: AiosyncError) -> bool:
@@ -110,14 +123,24 @@ def _has_moved(round: Round, error: AiosyncError) -> bool:
     if not isinstance(error, Validation | Coverage) or round.has_moved or round.sent_finish:
         return False
     is_doubtful = round.looks_late and isinstance(error, RemoteError)
-    return bool(is_doubtful or error.detail.get("moved")) and _can_begin_again(round)
+    return bool(is_doubtful or error.detail.get("moved")) and can_begin_again(round)
 
 
-def _can_begin_again(round: Round) -> bool:
+def can_begin_again(round: Round) -> bool:
     """Whether nobody else counts on this very round, and its tensors can be had once more."""
     engine, side = round.engine, round.source_side
     is_there = not side.is_pushed and not isinstance(side.source, IteratorSource)
     return is_there and round.settings.ticket is None and engine.recovers and engine.ranks.size == 1
+
+
+async def _could_not_start(round: Round, error: AiosyncError) -> bool:
+    """Whether the update found a worker that has to be initialised before it can start a round."""
+    is_refusal = isinstance(error, Fenced | InvalidTransition) and error.phase == "start"
+    if not (round.starts_with_update and is_refusal):
+        return False
+    with anyio.move_on_after(round.seconds_left):
+        return await has_restarted(round)
+    return False
 
 
 async def _take_back(round: Round, error: BaseException) -> None:

@@ -32,6 +32,8 @@ class TrainerHooks(ABC, Generic[Init]):
     """Whether the channel can carry another round after one was given up."""
     looks_late: ClassVar[bool] = False
     """Whether a module is looked at while its tensors are sent (`settling.may_look_late`)."""
+    starts_with_update: ClassVar[bool] = False
+    """Whether a round may be started by its update (`opening.may_start_with_update`)."""
     backend_name: str = "custom"
     per_member: bool = False
     """Whether the data plane can go on without some members (its sender is a `PerReader`)."""

@@ -15,10 +15,10 @@ import anyio
 from aiosync.concurrency import Supervisor, run_to_end
 from aiosync.defaults import DEFAULTS
 from aiosync.driven import DrivenRounds
-from aiosync.errors import Fenced, RoundCancelled, Validation
+from aiosync.errors import AiosyncError, Fenced, RoundCancelled, Validation
 from aiosync.foreign import LeftBehind, all_ended
 from aiosync.lane_calls import LaneCalls
-from aiosync.overrides import call_instant, call_step, is_instant
+from aiosync.overrides import bare_of, call_instant, call_step, is_instant
 from aiosync.ownership import Ownership
 from aiosync.session import Session
 from aiosync.version import check_label, check_successor, label_of
@@ -67,6 +67,7 @@ class WorkerCycle:
         self.left = LeftBehind()
         """Async steps that did not end when they were cancelled."""
         self._closing = False
+        self._paused_before = (0, 0.0)
 
     # -- the steps -------------------------------------------------------------------------------
 
@@ -89,10 +90,8 @@ class WorkerCycle:
     ) -> None:
         engine = self.engine
         self.ownership.check(header, "start")
-        session = self.session
-        if session is not None and header is not None and header.round == session.number:
-            await session.do(functools.partial(self.step, bare), key="start")
-            return  # the same call again: the round is open
+        if await self._joins(bare, header):
+            return
         if engine.state is not State.INITIALIZED:
             raise engine.wrong_order("start")
         await self._alone()
@@ -102,10 +101,12 @@ class WorkerCycle:
         target = self._successor(header, aim)
         place = engine.resolve_target(aim)
         await engine.machine.pass_gates(Trigger.START, version=label_of(target))
+        self.ownership.check(header, "start")
+        if await self._joins(bare, header):
+            return  # it came twice, and both were at the gates
         # No await from here to the session: nobody slips in between check, flip and owner.
         if self.channel.turn.what or self.is_ended() or not engine.machine.may(Trigger.START):
             raise engine.wrong_order("start")
-        self.ownership.check(header, "start")
         self.driven.check(header)
         number = self._take_aim(aim, place, header)
         try:
@@ -113,6 +114,7 @@ class WorkerCycle:
         except BaseException:  # it did not begin after all
             self.aim_back()
             raise
+        self._paused_before = (number, engine.generation.seconds_paused)
         self.driven.began(header)
         self.target, self.header = target, header
         self.calls = LaneCalls()
@@ -138,6 +140,8 @@ class WorkerCycle:
         self, bare: Callable[..., Any], update_info: Any, *, header: RoundHeader | None = None
     ) -> None:
         engine = self.engine
+        if header is not None and header.starts:
+            await self._start_first(header)
         self.ownership.check(header, "update")
         session = self._open_session("update", header)
         if engine.state is not State.UPDATING or session.was_asked("prepare", "finish"):
@@ -237,7 +241,43 @@ class WorkerCycle:
             self.ownership.check(header, "status")
             session.touch()
 
+    @property
+    def starts_quickly(self) -> bool:
+        """Whether a start waits for nobody's code.
+
+        Then the trainer may send it together with the update, whose time is limited otherwise.
+        """
+        engine = self.engine
+        bare = bare_of(type(engine), "start_weight_update")
+        return is_instant(bare) and not engine.machine.is_gated(Trigger.START)
+
+    @property
+    def paused_before(self) -> float | None:
+        """How long generation had stood still when the last round began, in seconds."""
+        number, seconds = self._paused_before
+        return seconds if number == self.ownership.last_round else None
+
     # -- inside ----------------------------------------------------------------------------------
+
+    async def _joins(self, bare: Callable[..., Any], header: RoundHeader | None) -> bool:
+        """Whether it is the same start again; then it has had the outcome of the first."""
+        session = self.session
+        if session is None or header is None or header.round != session.number:
+            return False
+        await session.do(functools.partial(self.step, bare), key="start")
+        return True
+
+    async def _start_first(self, header: RoundHeader) -> None:
+        """The start that comes with an update; what it raises says that it was the start."""
+        engine = self.engine
+        try:
+            await engine.start_weight_update(header=header)
+        except AiosyncError as error:
+            raise error.locate(phase="start")  # noqa: B904  the same error, now with its place
+        except Exception as error:
+            logger.exception("%s: a step that starts a round failed", engine.name)
+            text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise AiosyncError(text, phase="start") from error
 
     def is_ended(self) -> bool:
         return self._closing or self.engine.state is State.CLOSED

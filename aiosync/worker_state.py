@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiosync.generation_table import GateState
-from aiosync.messages import PROTOCOL, PeerState
+from aiosync.messages import PROTOCOL, STARTS, PeerState
 from aiosync.sinks import sink_name
 from aiosync.staging import SHARED, shares
 from transports.digest import available as available_digests
@@ -39,6 +39,8 @@ def describe(engine: WeightTransferEngine[Any, Any]) -> PeerState:
         features.append("copies")
     if engine.supports_adapters:
         features.append("adapters")
+    if engine.cycle.starts_quickly:
+        features.append(STARTS)
     state = PeerState(
         protocol=PROTOCOL,
         incarnation=engine.incarnation,
@@ -56,6 +58,7 @@ def describe(engine: WeightTransferEngine[Any, Any]) -> PeerState:
             "paused": gate.state is not GateState.RUNNING,
             "held_by": [str(hold) for hold in gate.holds],
             "seconds_paused": gate.seconds_paused,
+            "paused_before": engine.cycle.paused_before,
             "weights_id": gate.weights.weights_id,
             "target": engine.cycle.aim.key,
             "asked": [] if engine.cycle.session is None else engine.cycle.session.asked,

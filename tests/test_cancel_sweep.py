@@ -8,6 +8,9 @@ from __future__ import annotations
 import pytest
 import sweep
 
+from aiosync import opening
+from aiosync.opening import may_start_with_update
+
 pytestmark = pytest.mark.asyncio
 
 TURNS = [0, 1, 2, 5, 10, 20, 50]
@@ -43,6 +46,27 @@ async def test_cancelled_with_a_client_of_ours(scene, how, monkeypatch):
     """Alone, and its calls are awaited without a task or a group around them."""
     async with sweep.rig("ipc", monkeypatch, tapped=False) as it:
         await sweep.sweep(it, scene, how, TURNS)
+
+
+@pytest.mark.parametrize("how", ["scope", "native", "session", "client"])
+@pytest.mark.parametrize(
+    ("backend", "scene"), named((b, s) for b, s in ROUNDS if b != "gloo" and s.side == "worker")
+)
+async def test_cancelled_or_broken_where_the_update_starts_the_round(
+    backend, scene, how, monkeypatch
+):
+    together = []
+
+    def judge(this):
+        together.append(may_start_with_update(this))
+        return together[-1]
+
+    monkeypatch.setattr(opening, "may_start_with_update", judge)
+    async with sweep.rig(backend, monkeypatch) as it:
+        monkeypatch.setattr(type(it.trainer), "starts_with_update", True)
+        together.clear()
+        await sweep.sweep(it, scene, how, TURNS)
+        assert sum(together) >= len(TURNS)
 
 
 @pytest.mark.parametrize("how", [*sweep.FAULTS, "session"])
