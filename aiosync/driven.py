@@ -169,6 +169,11 @@ class DrivenRounds:
             self._running = self._known[header.ticket]
             self._running.move(RUNNING)
 
+    @property
+    def decides(self) -> bool:
+        """Whether the open round has a driver."""
+        return self._running is not None
+
     async def permission(self) -> bool:
         """Wait for the driver's word; at once, and False, where the round has no driver.
 

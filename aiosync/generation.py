@@ -213,6 +213,12 @@ class GenerationGate(Floor):
         finally:
             self._end_turn()
 
+    @property
+    def swaps_at_once(self) -> bool:
+        """Whether a `swap` would have nobody to wait for."""
+        is_ours = type(self).swap is GenerationGate.swap
+        return is_ours and self._swap is None and not self._active
+
     def adopt(self, tag: WeightsTag) -> None:
         """These weights serve from here on; called under a swap (or a hold)."""
         self.weights = tag

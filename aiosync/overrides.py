@@ -181,12 +181,23 @@ def call_instant(owner: object, bare: Callable[..., Any]) -> None:
     """`call_step` of an instant one, without a task."""
     token = _INSIDE.set(_INSIDE.get() | {id(owner)})
     try:
-        bare().send(None)
-    except StopIteration:
-        return
+        drive(bare(), f"{_name_of(bare)} of {type(owner).__name__}")
     finally:
         _INSIDE.reset(token)
-    raise RuntimeError(f"{_name_of(bare)} of {type(owner).__name__} awaits something")
+
+
+def drive(coroutine: Coroutine[Any, Any, None], what: str) -> None:
+    """Run what waits for nothing, here and now.
+
+    Raises:
+        RuntimeError: It does wait; it has been closed.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    coroutine.close()
+    raise RuntimeError(f"{what} awaits something")
 
 
 def _is_async(method: Callable[..., Any]) -> bool:

@@ -310,7 +310,8 @@ class Round:
             for link in self.links
             if link.supports("prepare") and not link.has_verified(self.number)
         ]
-        await self.call("prepare", "prepare_weight_update", links=ready)
+        if ready:
+            await self.call("prepare", "prepare_weight_update", links=ready)
 
     async def _finish(self) -> None:
         await self.engine.machine.pass_gates(

@@ -179,10 +179,19 @@ class Session:
                 del error  # of a frame that its own traceback holds
         return job.result
 
-    async def do_now(self, fn: Callable[[], object], *, key: str) -> None:
+    async def do_now(
+        self,
+        fn: Callable[[], object],
+        *,
+        key: str,
+        later: Callable[[], Awaitable[Any]] | None = None,
+    ) -> None:
         """`do` of a plain function that does not block; here and now, if nothing else is in hand.
 
         What it raises ends the session like the error of any job.
+
+        Args:
+            later: What is done in its stead where something is in hand.
         """
         errors: list[BaseException] = []
 
@@ -202,7 +211,7 @@ class Session:
                 self._named[key] = done = _Job(job)
                 done.done.set()
                 return
-        await self.do(job, key=key)
+        await self.do(job if errors or later is None else later, key=key)
 
     @property
     def asked(self) -> list[str]:

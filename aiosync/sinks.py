@@ -179,6 +179,12 @@ class InPlaceSink(Sink):
         plain = isinstance(writes, Writes) and writes.device == self.device and not self._tied
         self._plain = cast("Writes", writes) if plain else None
 
+    @property
+    def commits_at_once(self) -> bool:
+        """Whether `commit` only says that all is there: no files, no code of others."""
+        mine = type(self) is InPlaceSink and self.after_load is None and self.marker is None
+        return mine and self._plain is not None
+
     def _direct(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device and tensor.is_contiguous() and not tensor.is_inference()
 

@@ -33,7 +33,8 @@ class TrainerHooks(ABC, Generic[Init]):
     looks_late: ClassVar[bool] = False
     """Whether a module is looked at while its tensors are sent (`settling.may_look_late`)."""
     starts_with_update: ClassVar[bool] = False
-    """Whether a round may be started by its update (`opening.may_start_with_update`)."""
+    """Whether a round may be started by its update (`opening.may_start_with_update`); the round
+    makes that call itself then, so there is an `update_payload`."""
     backend_name: str = "custom"
     per_member: bool = False
     """Whether the data plane can go on without some members (its sender is a `PerReader`)."""

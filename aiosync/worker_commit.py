@@ -11,9 +11,12 @@ import anyio
 
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Coverage, PhaseTimeout
+from aiosync.overrides import is_instant
 from aiosync.session import stopped
+from aiosync.sinks import InPlaceSink
 from aiosync.version import label_of, next_version, renamed, weights_id
 from aiosync.weight_targets import MODEL
+from aiosync.worker_deferring import Defers
 from statemachines.tables import State, Trigger, Weights
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
     from aiosync.messages import RoundHeader
     from aiosync.session import Session
+    from aiosync.sinks import Sink
     from aiosync.version import Version
     from aiosync.worker_cycle import WorkerCycle
 
@@ -48,6 +52,22 @@ class Ending:
         session, engine = self.cycle.session, self.cycle.engine
         deferred = session is None or session.deferred is not None
         return not deferred and engine.verified_round == self.cycle.ownership.last_round
+
+    def is_instant(self, bare: Callable[..., Any]) -> bool:
+        """Whether `commit` waits for nobody and blocks nowhere."""
+        cycle, engine = self.cycle, self.cycle.engine
+        generation, sink = engine.generation, cycle.sink
+        return (
+            self.is_prepared
+            and type(engine).drain_pending is Defers.drain_pending
+            and is_instant(bare)
+            and isinstance(sink, InPlaceSink)
+            and sink.commits_at_once
+            and not engine.machine.is_gated(Trigger.COMPLETE)
+            and not cycle.driven.decides
+            and generation.swaps_at_once
+            and not (cycle.aim == MODEL and generation.cache.flushes)
+        )
 
     def finalize(self) -> None:
         """The round's input is complete."""
@@ -96,16 +116,22 @@ class Ending:
             else:
                 session.holding = True
                 sink.target = version
-                with anyio.move_on_after(DEFAULTS.commit_s) as limit:
-                    await engine.lane.run(sink.commit, grace=DEFAULTS.cleanup_s)
-                if limit.cancelled_caught:  # a loader that blocks for good: torn, the lane lost
-                    raise PhaseTimeout(
-                        f"the swap took longer than its {DEFAULTS.commit_s:g} s",
-                        phase="finish",
-                        round=session.number,
-                    )
+                await self._swap(sink)
             # Inside the swap: the version becomes visible together with the weights.
             self._committed(session, version, name)
+
+    async def _swap(self, sink: Sink) -> None:
+        if isinstance(sink, InPlaceSink) and sink.commits_at_once:
+            sink.commit()
+            return
+        with anyio.move_on_after(DEFAULTS.commit_s) as limit:
+            await self.cycle.engine.lane.run(sink.commit, grace=DEFAULTS.cleanup_s)
+        if limit.cancelled_caught:  # a loader that blocks for good: torn, the lane lost
+            raise PhaseTimeout(
+                f"the swap took longer than its {DEFAULTS.commit_s:g} s",
+                phase="finish",
+                round=self.cycle.ownership.last_round,
+            )
 
     def over(self, error: BaseException | None) -> None:
         """The session's last step: settle the weights and flip, with no await in between."""

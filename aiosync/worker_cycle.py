@@ -18,7 +18,7 @@ from aiosync.driven import DrivenRounds
 from aiosync.errors import AiosyncError, Fenced, RoundCancelled, Validation
 from aiosync.foreign import LeftBehind, all_ended
 from aiosync.lane_calls import LaneCalls
-from aiosync.overrides import bare_of, call_instant, call_step, is_instant
+from aiosync.overrides import bare_of, call_instant, call_step, drive, is_instant
 from aiosync.ownership import Ownership
 from aiosync.session import Session
 from aiosync.version import check_label, check_successor, label_of
@@ -194,7 +194,10 @@ class WorkerCycle:
         session = self._open_session("finish", header)
         self.ending.note_limit(header)
         commit = functools.partial(self.ending.commit, bare, session, weight_version)
-        await session.do(commit, key="finish")
+        if self.ending.is_instant(bare):
+            await session.do_now(lambda: drive(commit(), "commit"), key="finish", later=commit)
+        else:
+            await session.do(commit, key="finish")
         await session.wait_over()
 
     async def abort(self, reason: str, *, header: RoundHeader | None = None) -> None:

@@ -492,6 +492,26 @@ async def test_what_awaits_nothing_has_its_turn_behind_other_jobs():
         assert steps == ["done"]
 
 
+async def test_what_is_not_done_at_once_may_be_done_in_another_way():
+    async with running() as (session, _, _):
+        job, steps = Job(), []
+        first = asyncio.create_task(session.do(job))
+        await job.started.wait()
+
+        async def later():
+            await settled()  # in its turn it may wait
+            steps.append("later")
+
+        now = session.do_now(lambda: steps.append("now"), key="finish", later=later)
+        second = asyncio.create_task(now)
+        await settled()
+        job.go.set()
+        await asyncio.wait([first, second], timeout=5)
+        assert steps == ["later"]
+        await session.do_now(lambda: steps.append("now"), key="other", later=later)
+        assert steps == ["later", "now"]
+
+
 @pytest.mark.parametrize("begun", [False, True])
 async def test_an_error_of_what_awaits_nothing_ends_the_session(begun):
     def bad():

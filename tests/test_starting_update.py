@@ -51,6 +51,10 @@ def phases(pair):
     return ["update" if method == "update_weights" else method for method in short]
 
 
+def trainer_header(trainer):
+    return RoundHeader(owner=trainer.owner, epoch=trainer.links[0].epoch)
+
+
 async def restart(pair):
     """The worker's process is another one, under the same address."""
     old = pair.workers[0]
@@ -124,15 +128,30 @@ async def test_ipc_asks_for_it_where_the_models_are_on_a_gpu(gpu, monkeypatch):
         trainer = aiosync.IPCTrainerWeightTransferEngine(
             client=aiosync.HTTPVLLMWeightSyncClient(link.url), source=ours, device="cpu"
         )
-        async with trainer:
-            for _ in range(2):
-                memory.own(*ours.parameters())
-                await trainer.send_weights(budget=BUDGET)
+
+        async def good_round():
+            change(ours)
+            memory.own(*ours.parameters())
+            report = await trainer.send_weights(budget=BUDGET)
             assert models.fingerprint(ours) == models.fingerprint(theirs)
-        assert ("start_weight_update" in link.calls) == (gpu is None)
-        if gpu is not None:
-            rounds = link.calls[link.calls.index("update_weights") : -1]
-            assert rounds == ["update_weights", "finish_weight_update"] * 2
+            return report
+
+        async with trainer:
+            for _ in range(5):  # from the third or so on models are looked at late
+                await good_round()
+            assert ("start_weight_update" in link.calls) == (gpu is None)
+            if gpu is not None:
+                rounds = link.calls[link.calls.index("update_weights") :]
+                assert rounds == ["update_weights", "finish_weight_update"] * 5
+            remove = worker.gate("start", lambda _: False)
+            with pytest.raises(GateRejected) as caught:
+                await trainer.send_weights(budget=BUDGET)
+            assert caught.value.phase == "start"
+            remove()
+            await good_round()
+            await worker.shutdown(header=trainer_header(trainer))
+            assert (await good_round()).recovered
+            assert not (await good_round()).recovered
 
 
 # -- where a start of its own stays
