@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from aiosync.generation_table import Hold as Hold
     from aiosync.generation_table import Span as Span
     from aiosync.generation_table import WeightsTag as WeightsTag
+    from aiosync.grouping import layerwise_groups as layerwise_groups
     from aiosync.handle import RoundProgress as RoundProgress
     from aiosync.handle import WeightUpdate as WeightUpdate
     from aiosync.iterator_source import IteratorSource as IteratorSource
@@ -100,7 +101,6 @@ if TYPE_CHECKING:
     from aiosync.metadata import Placement as Placement
     from aiosync.metadata import Replicate as Replicate
     from aiosync.metadata import Shard as Shard
-    from aiosync.metadata import layerwise_groups as layerwise_groups
     from aiosync.metadata import materialize_full_tensor as materialize_full_tensor
     from aiosync.offers import Offer as Offer
     from aiosync.offers import RoundRecord as RoundRecord
@@ -269,7 +269,7 @@ _LAZY = {
     "WorkerGroup": "aiosync.worker_group",
     "available_backends": "aiosync.factory",
     "connect": "aiosync.front_door",
-    "layerwise_groups": "aiosync.metadata",
+    "layerwise_groups": "aiosync.grouping",
     "make_sink": "aiosync.sinks",
     "materialize_full_tensor": "aiosync.metadata",
     "serve": "aiosync.server",

@@ -126,6 +126,8 @@ class SourceFeed:
 
     @cached_property
     def _group_counts(self) -> list[int]:
+        if len(self.owned) == len(self.metadata):
+            return self.group_cut()
         owned = set(self.owned)
         counts, at = [], 0
         for size in self.group_cut():

@@ -1,6 +1,6 @@
 """Layer by layer: stage one group, post-process it, copy it into the model, go on.
 
-Groups are the runs of one layer in the order of the announcement (`aiosync.metadata.layer_runs`).
+Groups are the runs of one layer in the order of the announcement (`aiosync.grouping.layer_runs`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import torch
 
 from aiosync.destinations import Destinations, writable
 from aiosync.errors import AiosyncError, Coverage, InvalidTransition, Validation
+from aiosync.grouping import layer_runs
 from aiosync.loaders import refuse_awaitable
-from aiosync.metadata import ParamMeta, first_few, layer_runs
+from aiosync.metadata import ParamMeta, first_few
 from aiosync.module_layout import bit_equal
 from aiosync.overlaps import check_disjoint, span_of
 from aiosync.places import region_of

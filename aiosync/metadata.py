@@ -10,7 +10,8 @@ import functools
 import hashlib
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -114,40 +115,6 @@ class ParamMeta:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def layerwise_groups(names: Iterable[str]) -> list[list[str]]:
-    """Group names by the outermost numeric dotted segment (``layers.3.``).
-
-    Names without one go to a first group until an indexed name has been seen, to a last group
-    afterwards. Stacks come in order of first appearance, layers by ascending index; empty groups
-    are left out.
-    """
-    before: list[str] = []
-    after: list[str] = []
-    stacks: dict[str, dict[int, list[str]]] = {}
-    for name in names:
-        segments = name.split(".")
-        digits = (i for i, part in enumerate(segments) if part.isdigit() and part.isascii())
-        at = next(digits, None)
-        if at is None:
-            (after if stacks else before).append(name)
-            continue
-        stack = stacks.setdefault(".".join(segments[:at]), {})
-        stack.setdefault(int(segments[at]), []).append(name)
-    layers = [stack[index] for stack in stacks.values() for index in sorted(stack)]
-    return [group for group in (before, *layers, after) if group]
-
-
-def layer_runs(names: Sequence[str]) -> list[list[str]]:
-    """Names cut into runs of one layer each; unlike `layerwise_groups` the order is kept."""
-    layer = {name: n for n, group in enumerate(layerwise_groups(names)) for name in group}
-    runs: list[list[str]] = []
-    for at, name in enumerate(names):
-        if not at or layer[name] != layer[names[at - 1]]:
-            runs.append([])
-        runs[-1].append(name)
-    return runs
 
 
 def materialize_full_tensor(tensor: Any) -> Any:
@@ -353,7 +320,9 @@ def metadata_digest(metadata: Sequence[ParamMeta]) -> str:
 def to_wire(metadata: Sequence[ParamMeta]) -> tuple[list[str], list[str], list[list[int]]]:
     """``(names, dtype_names, shapes)`` as update infos carry them."""
     names = [meta.name for meta in metadata]
-    return names, [dtype_name(m.dtype) for m in metadata], [list(m.shape) for m in metadata]
+    texts = {dtype: dtype_name(dtype) for dtype in {meta.dtype for meta in metadata}}
+    lists = {shape: list(shape) for shape in {meta.shape for meta in metadata}}  # one if equal
+    return names, [texts[meta.dtype] for meta in metadata], [lists[meta.shape] for meta in metadata]
 
 
 def from_wire(
@@ -367,23 +336,46 @@ def from_wire(
     if not len(names) == len(dtype_names) == len(shapes):
         lengths = f"{len(names)}, {len(dtype_names)}, {len(shapes)}"
         raise Validation(f"names, dtype_names and shapes differ in length: {lengths}")
-    metas = []
-    dtypes: dict[str, torch.dtype] = {}
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # one tuple for each shape
-    for name, dtype_text, shape in zip(names, dtype_names, shapes, strict=True):
+    for name, shape in zip(names, shapes, strict=True):
         if not isinstance(shape, list | tuple):
             raise Validation(f"{name}: shape must be a list of ints, not {shape!r}")
+    dtypes: dict[str, torch.dtype] = {}
+    for text in dict.fromkeys(dtype_names):
         try:
-            dtype = dtypes.get(dtype_text)
-            if dtype is None:
-                dtype = dtypes[dtype_text] = parse_dtype(dtype_text)
+            dtypes[text] = parse_dtype(text)
         except Validation as error:
+            name = names[list(dtype_names).index(text)]
             raise error.locate(tensor=str(name))  # noqa: B904 -- the same error, now with its place
-        kept = tuple(shape)
-        if set(map(type, kept)) <= _INT_ONLY:
-            kept = known.setdefault(kept, kept)
-        metas.append(ParamMeta(name, dtype, kept))
-    return validate_metadata(metas)
+    kept = list(map(tuple, shapes))
+    if {int}.issuperset(map(type, chain.from_iterable(kept))):  # `True` equals 1: no dimension
+        kept = shared(kept)
+    return validate_metadata(plain_metas(names, map(dtypes.__getitem__, dtype_names), kept))
 
 
-_INT_ONLY = {int}
+def plain_metas(
+    names: Iterable[str], dtypes: Iterable[torch.dtype], shapes: Iterable[tuple[int, ...]]
+) -> list[ParamMeta]:
+    """`ParamMeta` of each name, without owners; what a constructor does for one takes long."""
+    made = []
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        meta = _BARE(ParamMeta)
+        _NAME(meta, name)
+        _DTYPE(meta, dtype)
+        _SHAPE(meta, shape)
+        _OWNERS(meta, None)
+        _MESH(meta, None)
+        _PLACEMENTS(meta, None)
+        made.append(meta)
+    return made
+
+
+_BARE = object.__new__
+_NAME, _DTYPE, _SHAPE, _OWNERS, _MESH, _PLACEMENTS = (
+    getattr(ParamMeta, attribute.name).__set__ for attribute in fields(ParamMeta)
+)
+
+
+def shared(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Plain tuples, one object for all that are equal: `sizes_of` looks at each object once."""
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    return [known.setdefault(shape, shape) for shape in map(tuple, shapes)]

@@ -18,6 +18,7 @@ from aiosync.metadata import (
     Replicate,
     Shard,
     first_few,
+    plain_metas,
     validate_metadata,
 )
 from aiosync.module_walk import DTYPE, PLAIN_TYPES, are_strided, named_members, outline
@@ -67,14 +68,43 @@ def lay_out(
     sent = _persistent(module, buffers) if persistent else []
     kept = set(sent)
     left_out = [name for name in buffers if name not in kept]
+    aliases: dict[str, str] = {}
+    order = _beside_their_layers(chosen, sent)
+    # Of other kinds of tensors some have no shape; they are named below.
+    look = outline(live) if are_strided(list(live.values())) else None
+    if rename is None and look is not None and not look.firsts:
+        keys = dict(zip(order, order, strict=True))
+    else:
+        keys, aliases, dropped = _named(order, rename, live)
+        left_out += dropped
+    if not keys:
+        raise Validation(
+            f"{type(module).__name__} has nothing to send; left out: {first_few(left_out)}"
+        )
+    tensors = list(map(live.__getitem__, keys.values()))
+    if dtype is None and look is not None:
+        shapes = dict(zip(look.names, look.shapes, strict=True))
+        columns = map(DTYPE, tensors), map(shapes.__getitem__, keys.values())
+        metas = plain_metas(keys, *columns)
+    else:
+        metas = [_describe(name, live[key], dtype) for name, key in keys.items()]
+    metadata = validate_metadata(metas)
+    return Layout(metadata, tuple(metadata), keys, aliases, left_out, look or outline(live))
+
+
+def _named(
+    order: list[str], rename: Rename | None, live: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """`Layout.keys` and `Layout.aliases` of tensors that may be tied, and what `rename` drops."""
     held: dict[str, str] = {}  # the module's own name by announced name
     firsts: dict[int, str] = {}  # announced name by tensor identity
     aliases: dict[str, str] = {}
+    dropped: list[str] = []
     collisions: list[str] = []
-    for key in _beside_their_layers(chosen, sent):
-        name = _renamed(key, rename)
+    for key in order:
+        name = key if rename is None else _new_name(key, rename)
         if name is None:
-            left_out.append(key)
+            dropped.append(key)
         elif name in held:
             if live[held[name]] is not live[key]:
                 collisions.append(f"{held[name]} and {key} -> {name}")
@@ -85,26 +115,10 @@ def lay_out(
                 aliases[name] = first
     if collisions:
         raise Validation(f"rename gives two tensors one name: {first_few(collisions)}")
-    keys = {name: key for name, key in held.items() if name not in aliases}
-    if not keys:
-        raise Validation(
-            f"{type(module).__name__} has nothing to send; left out: {first_few(left_out)}"
-        )
-    tensors = list(map(live.__getitem__, keys.values()))
-    if dtype is None and are_strided(tensors):
-        shapes = (tuple(tensor.shape) for tensor in tensors)
-        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # one tuple for each shape
-        shapes = (known.setdefault(shape, shape) for shape in shapes)
-        metas = list(map(ParamMeta, keys, map(DTYPE, tensors), shapes))
-    else:
-        metas = [_describe(name, live[key], dtype) for name, key in keys.items()]
-    metadata = validate_metadata(metas)
-    return Layout(metadata, tuple(metadata), keys, aliases, left_out, outline(live))
+    return {name: key for name, key in held.items() if name not in aliases}, aliases, dropped
 
 
-def _renamed(key: str, rename: Rename | None) -> str | None:
-    if rename is None:
-        return key
+def _new_name(key: str, rename: Rename) -> str | None:
     name = rename.get(key, key) if isinstance(rename, Mapping) else rename(key)
     if name is not None and not isinstance(name, str):
         raise Validation(f"rename({key!r}) gave {name!r}, not a name", tensor=key)

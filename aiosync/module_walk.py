@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from aiosync.metadata import shared
 from statemachines.errors import Validation
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def outline(live: Mapping[str, torch.Tensor]) -> Outline:
         names,
         _firsts(names, tensors),
         list(map(DTYPE, tensors)),
-        [tuple(tensor.shape) for tensor in tensors],
+        shared(map(SHAPE, tensors)),
         _device_types(tensors),
     )
 

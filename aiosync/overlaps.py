@@ -27,7 +27,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 def lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether these contiguous tensors of one device share no byte; empty ones share none."""
-    starts = [tensor.data_ptr() for tensor in tensors]
+    starts = list(map(torch.Tensor.data_ptr, tensors))
     sizes = [tensor.nbytes for tensor in tensors]
     order = sorted((at for at, size in enumerate(sizes) if size), key=starts.__getitem__)
     return all(starts[one] + sizes[one] <= starts[next_] for one, next_ in pairwise(order))

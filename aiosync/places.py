@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from aiosync.metadata import shared
 from aiosync.module_layout import is_dtensor
-from aiosync.module_walk import DEVICE, DTYPE, are_strided, same
+from aiosync.module_walk import DEVICE, DTYPE, SHAPE, are_strided, same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,7 +42,11 @@ class Places:
         self._ids = list(map(id, tensors.values()))
         plain = are_strided(list(tensors.values()))
         self._regions = None if plain else [region_of(t) for t in tensors.values()]
-        self._views = [[read(t) for t in tensors.values()] for read in _VIEW] if plain else []
+        self._views: list[list[Any]] = []
+        if plain:
+            held = tensors.values()
+            self._views = [shared(map(read, held)) for read in _STEPS]
+            self._views += [list(map(read, held)) for read in _PLACE]
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether `tensors` are those, where they were."""
@@ -51,14 +56,10 @@ class Places:
         if self._regions is not None or not are_strided(held):
             return self._regions == [region_of(tensor) for tensor in held]
         return self._ids == list(map(id, held)) and all(
-            same(view, map(read, held)) for view, read in zip(self._views, _VIEW, strict=True)
+            same(view, map(read, held))
+            for view, read in zip(self._views, _STEPS + _PLACE, strict=True)
         )
 
 
-_VIEW: tuple[Callable[[torch.Tensor], Any], ...] = (
-    torch.Tensor.data_ptr,
-    lambda tensor: tuple(tensor.shape),
-    torch.Tensor.stride,
-    DTYPE,
-    DEVICE,
-)
+_STEPS: tuple[Callable[[torch.Tensor], Any], ...] = (SHAPE, torch.Tensor.stride)
+_PLACE: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.data_ptr, DTYPE, DEVICE)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from aiosync.glance import Glance, Looking
-from aiosync.metadata import first_few, layer_runs
+from aiosync.grouping import layer_runs
+from aiosync.metadata import first_few
 from aiosync.module_layout import (
     compact,
     full_piece,

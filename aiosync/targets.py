@@ -57,6 +57,7 @@ class _Match(NamedTuple):
     ties: list[tuple[int, int]]
     left_out: list[str]
     skipped: int
+    device: torch.device | None  # see `Writes`
 
 
 class Matcher:
@@ -65,14 +66,13 @@ class Matcher:
     It keeps names and addresses, never tensors: memory that the model gives up is free at once.
     """
 
-    __slots__ = ("_device", "_glance", "_key", "_match", "_places")
+    __slots__ = ("_glance", "_key", "_match", "_places")
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._glance: Glance | None = None
         self._places: Places | None = None
-        self._device: torch.device | None = None  # see `Writes`
-        self._match = _Match(Names([]), [], [], 0)
+        self._match = _Match(Names([]), [], [], 0, None)
 
     def find(
         self,
@@ -108,11 +108,10 @@ class Matcher:
             self._places = None
             self._match = _matched(found, metadata, aliases, partial=partial)
             self._key, self._places = key, Places(tensors)
-            self._device = _common_device(self._match.names, tensors)
-        elif self._device is not None:  # it seems to stay as it is
+        elif self._match.device is not None:  # it seems to stay as it is
             self._glance = Glance.of(model, tensors, self._match.names.single)
-        names, ties, left_out, skipped = self._match
-        return Destinations(Writes(names, tensors, self._device), ties, left_out, skipped)
+        names, ties, left_out, skipped, device = self._match
+        return Destinations(Writes(names, tensors, device), ties, left_out, skipped)
 
     def _at_a_glance(
         self,
@@ -128,10 +127,10 @@ class Matcher:
         if glance is None or self._key is None:
             return None
         if self._key[:3] == (metadata, dict(aliases), partial):
-            writes = Writes.of(glance, Looking(glance, model), self._device)
+            writes = Writes.of(glance, Looking(glance, model), self._match.device)
             # What changes a model changes its first tensors, most of the time.
             if writes.are_seen(1 if late else None):
-                _, ties, left_out, skipped = self._match
+                _, ties, left_out, skipped, _ = self._match
                 return Destinations(writes, ties, left_out, skipped)
         self._glance = None
         return None
@@ -143,12 +142,12 @@ class Matcher:
         return self._places is None or self._places.hold(model_tensors(model).tensors)
 
 
-def _common_device(names: Names, tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
-    written = list(map(tensors.__getitem__, names.all()))
+def _common_device(written: list[torch.Tensor]) -> torch.device | None:
+    """Where these plain tensors are, if they are in one place and can be written to as they are."""
     devices = set(map(DEVICE, written))
-    if names.more or len(devices) != 1 or not are_plain(written):
+    if len(devices) != 1 or any(map(torch.Tensor.is_inference, written)):
         return None
-    return None if any(map(torch.Tensor.is_inference, written)) else devices.pop()
+    return devices.pop()
 
 
 def further_names(
@@ -201,7 +200,10 @@ def _matched(
                 ties.append((first, index))
     check_disjoint([span_of(name, model.tensors[name]) for _, name in firsts.values()])
     writers = [[n for n in names if firsts[regions[n]][1] == n] for names in named]
-    return _Match(Names(writers), ties, left_out, sum(not names for names in named))
+    made = Names(writers)
+    written = list(map(model.tensors.__getitem__, made.all()))
+    device = _common_device(written) if not made.more and are_plain(written) else None
+    return _Match(made, ties, left_out, sum(not names for names in named), device)
 
 
 def _matched_plainly(
@@ -229,7 +231,7 @@ def _matched_plainly(
     if not same([meta.shape for meta in metadata], map(SHAPE, tensors)):
         return None
     left_out = [name for name in model.tensors if name not in announced]
-    return _Match(Names.of(names), [], left_out, 0)
+    return _Match(Names.of(names), [], left_out, 0, _common_device(tensors))
 
 
 def check_coverage(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 import subprocess
 import sys
 import types
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 from aiosync.errors import Validation
+from aiosync.grouping import layerwise_groups
 from aiosync.metadata import (
     ParamMeta,
     Replicate,
@@ -18,11 +22,11 @@ from aiosync.metadata import (
     first_few,
     from_wire,
     is_sendable,
-    layerwise_groups,
     materialize_full_tensor,
     meta_nbytes,
     metadata_digest,
     parse_dtype,
+    plain_metas,
     to_wire,
     validate_metadata,
 )
@@ -90,6 +94,29 @@ def test_layerwise_groups_by_outermost_index():
     ]  # fmt: skip
     assert layerwise_groups([]) == []
     assert layerwise_groups(["a.v2.w", "²"]) == [["a.v2.w", "²"]]
+    assert layerwise_groups(["a.3", "a.3b.1", "4", "\n.5.w", "6.7.w"]) == [
+        ["a.3"], ["a.3b.1"], ["4"], ["6.7.w"], ["\n.5.w"],
+    ]  # fmt: skip
+
+
+def test_many_are_made_as_one_is():
+    names, shapes = ["a", "b"], [(4, 6), ()]
+    one_by_one = [ParamMeta(name, F32, shape) for name, shape in zip(names, shapes, strict=True)]
+    at_once = plain_metas(names, [F32] * 2, shapes)
+    assert at_once == one_by_one
+    assert list(map(hash, at_once)) == list(map(hash, one_by_one))
+    assert repr(at_once) == repr(one_by_one)
+
+
+def test_it_stays_as_it_was_made():
+    one = meta(owners=[0, 1], placements=[Shard(0)])
+    with pytest.raises(AttributeError):
+        one.name = "other"
+    assert dataclasses.replace(one, name="other").owners == one.owners
+    assert pickle.loads(pickle.dumps(one)) == copy.copy(one) == one
+    assert hash(copy.deepcopy(one)) == hash(one)
+    with pytest.raises(TypeError):
+        ParamMeta("w", F32, (4, 6), (0, 1))
 
 
 def test_materialize():
@@ -211,6 +238,8 @@ def test_wire_round_trip():
         ((["a"], [], [[1]]), "1, 0, 1"),
         ((["a"], ["nn"], [[1]]), "'nn'"),
         ((["a"], ["float32"], [[-1]]), "a: bad dimension"),
+        ((["a", "b"], ["float32"] * 2, [[1], [True]]), "b: bad dimension"),
+        ((["a", "b", "c"], ["float32", "nn", "nn"], [[1]] * 3), "'nn'"),
         ((["a"], ["float32"], [3]), "a: shape must be a list"),
         ((["a", "a"], ["float32"] * 2, [[1], [1]]), "repeats"),
         (([], [], []), "no tensor"),

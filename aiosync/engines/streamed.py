@@ -67,7 +67,7 @@ class StreamUpdateInfo(
 
     names: list[str] = []
     dtype_names: list[str] = []
-    shapes: list[list[int]] = []
+    shapes: list[tuple[int, ...]] = []  # no lists: the garbage collector looks at each
     metadata_digest: str
     plan_digest: str
     aliases: dict[str, str] = {}
