@@ -70,7 +70,7 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
         device: Where all of them are, if each position has one, and that one is plain, contiguous
             and not made in inference mode: then `plain` has them as they are. Else None.
         addresses: Where those are, if that is known.
-        looking: The look at the model that is still under way; None: all was looked at before.
+        looking: The look at the model that finds them; None: all was looked at before.
     """
 
     __slots__ = ("_is_tracked", "_more", "_single", "addresses", "device", "looking")
@@ -118,17 +118,16 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
             return True
         if count is not None:
             return looking.reaches(count)
-        if not looking.ends_well():
-            return False
-        self._single, self.looking = looking.tensors(0, len(self)), None
-        return True
+        return looking.ends_well()
 
     def __len__(self) -> int:
         return len(self._single) if self.looking is None else len(self.addresses or ())
 
     def __getitem__(self, index: Any) -> Any:
-        if self.looking is not None and not self.are_seen():
-            raise moved()
+        if self.looking is not None:
+            if not self.are_seen():
+                raise moved()
+            return tuple(map(writable, self.looking.tensors(index, index + 1)))
         more = self._more.get(index)
         return tuple(map(writable, (self._single[index],) if more is None else more))
 

@@ -21,8 +21,8 @@ from transports.stream import Run, columns_of
 
 @pytest.fixture(autouse=True, params=[2, 256])
 def run_length(request, monkeypatch):
-    monkeypatch.setattr(glances, "_RUN", request.param)
-    monkeypatch.setattr(glances, "_PART", request.param)
+    monkeypatch.setattr(glances, "_RUN", (1, request.param))
+    monkeypatch.setattr(glances, "_PART", (1, request.param))
 
 
 class Tree(nn.Module):

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from transports.stream import Progress
     from transports.waker import Waker
 
-# A launch takes some 0.1 ms of the host. So few are many tensors cut into that what was looked at
-# is soon copied: it takes longer to look at them than to copy them.
-_BATCH_NBYTES = 2 << 30
-_BATCH_TENSORS = 512
+# A launch takes some 0.1 ms of the host. The first batch is small, so that the device soon has
+# work, and so are the last ones: what was looked at last is copied last.
+_LEAST_NBYTES = 1 << 30
+_MOST_NBYTES = 4 << 30
 _AHEAD = 3  # batches that are queued before the first of them is waited for
 _DRAIN_S = 5.0
 
 
 class _Batch(NamedTuple):
-    indices: list[int]
+    indices: Sequence[int]
     nbytes: int
     copy: AddressCopy
     digest: PointerDigest | None
@@ -81,8 +81,8 @@ class DeviceCopier:
         self.clear()
         memory, sizes = self._memory, layout.plan.sizes
         made = []
-        nbytes, tensors = (_BATCH_NBYTES, _BATCH_TENSORS) if takes_all else (self._small, 1)
-        for indices in layout.batches(nbytes, tensors=tensors):
+        limits = (_LEAST_NBYTES, _MOST_NBYTES) if takes_all else (self._small,)
+        for indices in layout.batches(*limits):
             some = [sizes[index] for index in indices]
             digest = None
             if verifies:
@@ -96,7 +96,7 @@ class DeviceCopier:
         layout: DeviceLayout,
         addresses: Sequence[int],
         destination: Callable[[int], torch.Tensor],
-        landed: Callable[[list[int]], None],
+        landed: Callable[[Sequence[int]], None],
         *,
         verifies: bool,
         await_ready: Callable[[int], None],
@@ -210,8 +210,7 @@ class DeviceCopier:
             raise
 
 
-def _those(addresses: Sequence[int], indices: list[int]) -> list[int]:
-    first, end = indices[0], indices[-1] + 1
-    if end - first == len(indices):  # they ascend
-        return list(addresses[first:end])
+def _those(addresses: Sequence[int], indices: Sequence[int]) -> list[int]:
+    if isinstance(indices, range):
+        return list(addresses[indices.start : indices.stop])
     return [addresses[index] for index in indices]

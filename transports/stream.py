@@ -116,6 +116,14 @@ def targets_of(
     return list(map(destination, indices)) if many is None else many(indices)
 
 
+def run_of(indices: Sequence[int]) -> range | None:
+    """The same indices, if each is the one before and one more."""
+    if isinstance(indices, range) and indices.step == 1:
+        return indices or None
+    run = range(indices[0], indices[-1] + 1) if indices else None
+    return run if run is not None and list(indices) == list(run) else None
+
+
 def known_of(
     destination: Callable[[int], torch.Tensor], indices: Sequence[int]
 ) -> list[int] | None:
@@ -208,7 +216,7 @@ class Receiver(Protocol):
         self,
         plan: Plan,
         destination: Callable[[int], torch.Tensor],
-        landed: Callable[[list[int]], None],
+        landed: Callable[[Sequence[int]], None],
         *,
         round: int,
         stall: float,
