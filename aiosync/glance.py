@@ -13,8 +13,6 @@ not looked at yet.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from bisect import bisect_left
 from itertools import accumulate, chain, groupby
 from operator import is_, itemgetter
@@ -24,6 +22,7 @@ import torch
 from torch import nn
 
 from aiosync.module_walk import walks_plainly
+from aiosync.short_turns import short_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,10 +35,6 @@ _DEEPEST = 900  # levels; a tree without an end has more
 _HELD: Callable[[Any], tuple[dict[str, Any], ...]]
 _HELD = itemgetter("_parameters", "_buffers", "_modules")
 _OF_MODULES = 2  # of these three
-# A thread that only computes keeps the interpreter for 5 ms while others wait for it, and takes it
-# back before they have woken up where it merely lets go. So it sleeps for as long as waking takes.
-_TURN_AFTER_S = 3e-3
-_TURN_S = 2e-4
 
 
 @final
@@ -177,7 +172,6 @@ class Looking:
         self._seen: list[torch.Tensor] = []
         self._steps = glance.walk(module, self._seen)
         self.known = 0
-        self._since = time.monotonic()
 
     def begins_well(self) -> bool:
         """Whether a first glance finds no change; it takes no longer than one may on a loop."""
@@ -188,14 +182,17 @@ class Looking:
 
     def reaches(self, count: int) -> bool:
         """Whether the first `count` tensors are as and where they were."""
-        while self.known < count and not self.failed and not self.is_whole:
-            self._step()
+        if self.known < count:
+            with short_turns:
+                while self.known < count and not self.failed and not self.is_whole:
+                    self._step()
         return self.known >= count
 
     def ends_well(self) -> bool:
         """Whether all of the module's tensors are."""
-        while not self.failed and not self.is_whole:
-            self._step()
+        with short_turns:
+            while not self.failed and not self.is_whole:
+                self._step()
         return self.is_whole
 
     def tensors(self, first: int, end: int) -> list[torch.Tensor]:
@@ -213,13 +210,6 @@ class Looking:
             self.is_whole = True
         else:
             self.known = known
-            if time.monotonic() - self._since > _TURN_AFTER_S:
-                self._give_way()
-
-    def _give_way(self) -> None:
-        if asyncio._get_running_loop() is None:  # noqa: SLF001 - one that runs is not to sleep
-            time.sleep(_TURN_S)
-        self._since = time.monotonic()
 
 
 @final

@@ -23,7 +23,7 @@ from aiosync.metadata import Validated, first_few, meta_nbytes
 from aiosync.module_layout import bit_equal
 from aiosync.targets import Matcher, further_names, model_tensors, wanted_names
 from statemachines.tables import Weights
-from transports.stream import run_of
+from transports.stream import Pieces, run_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,6 +77,7 @@ class Sink(LooksLate, ABC):
         self._metadata: list[ParamMeta] = []
         self._found = _NOTHING
         self._landed = bytearray()
+        self._pieces = Pieces()
         self._handed: dict[int, torch.Tensor] = {}
         self._lent: dict[int, int] = {}
         """Neighbours that were handed out and have not landed: from the first up to, by the first.
@@ -162,7 +163,7 @@ class Sink(LooksLate, ABC):
     def known_addresses(self, indices: Sequence[int]) -> list[int] | None:
         """Where `destinations` of these lay at `begin`, if all are contiguous there."""
         known, run = self._addresses, run_of(indices)
-        return known[run.start : run.stop] if known and run is not None else None
+        return self._pieces.of(known, run) if known and run is not None else None
 
     def _are_due(self, run: range) -> bool:
         """Whether these are announced, and none of them has landed."""

@@ -15,7 +15,7 @@ from transports.cuda import WorkQueue, mark_current, poll
 from transports.errors import DigestMismatch, PhaseTimeout
 from transports.pointer_digest import PointerDigest
 from transports.sender_digests import first_word
-from transports.stream import known_of, meanwhile_of, targets_of
+from transports.stream import Pieces, known_of, meanwhile_of, targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,6 +62,7 @@ class DeviceCopier:
         self._queue: WorkQueue | None = None
         self._batches: tuple[DeviceLayout, bool, bool, list[_Batch]] | None = None
         self._right: dict[int, list[int]] = {}  # addresses of destinations that were looked at
+        self._pieces = Pieces()
 
     def active(self) -> AbstractContextManager[Any]:
         """What is queued in the block comes after what the thread's stream has."""
@@ -129,10 +130,10 @@ class DeviceCopier:
                     to = list(map(torch.Tensor.data_ptr, targets))
                 if not takes_all or self._right.get(number) != to:
                     self._check(layout.plan, batch.indices, targets)
-                    self._right[number] = to
+                self._right[number] = to  # the same objects again compare at once
                 meanwhile(batch.indices[-1] + 1)
                 await_ready(batch.indices[-1] + 1)
-                batch.copy(to, _those(addresses, batch.indices))
+                batch.copy(to, self._those(addresses, batch.indices))
                 if batch.digest is not None:
                     values.append(batch.digest.values(to))
                 under_way.append((batch, mark_current(device), targets))
@@ -146,6 +147,11 @@ class DeviceCopier:
                 poll(mark_current(device), lambda: None, limit=_DRAIN_S)
             raise
         return b"".join(array("q", part.tolist()).tobytes() for part in values)
+
+    def _those(self, addresses: Sequence[int], indices: Sequence[int]) -> list[int]:
+        if isinstance(indices, range):
+            return self._pieces.of(addresses, indices)
+        return [addresses[index] for index in indices]
 
     def _check(self, plan: Plan, indices: Sequence[int], targets: Sequence[torch.Tensor]) -> None:
         device = self._memory.device
@@ -208,9 +214,3 @@ class DeviceCopier:
             with suppress(RuntimeError, PhaseTimeout):
                 poll(mark, lambda: None, limit=_DRAIN_S)
             raise
-
-
-def _those(addresses: Sequence[int], indices: Sequence[int]) -> list[int]:
-    if isinstance(indices, range):
-        return list(addresses[indices.start : indices.stop])
-    return [addresses[index] for index in indices]

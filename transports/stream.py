@@ -124,6 +124,28 @@ def run_of(indices: Sequence[int]) -> range | None:
     return run if run is not None and list(indices) == list(run) else None
 
 
+@final
+class Pieces:
+    """Parts of a long list: the same objects again while it is the same list.
+
+    Numbers that nobody has looked at for a while are not in the processor's cache, and a copy of a
+    list counts each of them.
+    """
+
+    def __init__(self) -> None:
+        self._whole: Sequence[int] | None = None
+        self._parts: dict[range, list[int]] = {}
+
+    def of(self, whole: Sequence[int], run: range) -> list[int]:
+        """``whole[run.start:run.stop]``; not to be changed."""
+        if whole is not self._whole:
+            self._whole, self._parts = whole, {}
+        part = self._parts.get(run)
+        if part is None:
+            part = self._parts[run] = list(whole[run.start : run.stop])
+        return part
+
+
 def known_of(
     destination: Callable[[int], torch.Tensor], indices: Sequence[int]
 ) -> list[int] | None:
