@@ -108,6 +108,11 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
         made._is_tracked = glance.requires_grad
         return made
 
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether a look at the model is still under way."""
+        return self.looking is not None and not self.looking.is_whole
+
     def are_seen(self, count: int | None = None) -> bool:
         """Whether the first `count`, or all and the model as a whole, are as they were.
 
@@ -127,6 +132,7 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
         if self.looking is not None:
             if not self.are_seen():
                 raise moved()
+            index = range(len(self))[index]  # raises: beyond the end
             return tuple(map(writable, self.looking.tensors(index, index + 1)))
         more = self._more.get(index)
         return tuple(map(writable, (self._single[index],) if more is None else more))

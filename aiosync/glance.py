@@ -14,6 +14,7 @@ not looked at yet.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from itertools import accumulate, chain, groupby
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, Self, final
@@ -35,6 +36,7 @@ _DEEPEST = 900  # levels; a tree without an end has more
 _HELD: Callable[[Any], tuple[dict[str, Any], ...]]
 _HELD = itemgetter("_parameters", "_buffers", "_modules")
 _OF_MODULES = 2  # of these three
+_DICTS = frozenset({dict, OrderedDict})
 
 
 @final
@@ -190,9 +192,10 @@ class Looking:
 
     def ends_well(self) -> bool:
         """Whether all of the module's tensors are."""
-        with short_turns:
-            while not self.failed and not self.is_whole:
-                self._step()
+        if not self.is_whole:
+            with short_turns:
+                while not self.failed and not self.is_whole:
+                    self._step()
         return self.is_whole
 
     def tensors(self, first: int, end: int) -> list[torch.Tensor]:
@@ -277,6 +280,8 @@ class _Shelf:
     """What the modules of a run hold of one kind: neighbours with the same names at once."""
 
     def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
+        if not _DICTS.issuperset(map(type, dicts)):
+            raise ValueError("to take something out of another kind of dict may do more than that")
         self._counts = list(map(len, dicts))
         self._is_empty = not any(self._counts)
         self._stretches: list[tuple[slice, bool, Callable[[dict[str, Any]], Any]]] = []

@@ -125,7 +125,7 @@ class Sink(LooksLate, ABC):
         self._metadata, self._found = metas, found
         self._landed = bytearray(len(metas))
         self._lent_upto = 0
-        self._looks_now = isinstance(found.writes, Writes) and found.writes.looking is not None
+        self._looks_now = isinstance(found.writes, Writes) and found.writes.is_looked_at
         self.skipped = found.skipped
         self.applied = len(metas) - self.skipped
         self.left_out = found.left_out

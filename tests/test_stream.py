@@ -19,6 +19,7 @@ from transports.stream import Pieces, run_of
         ([0, 2, 1, 3], None),
         ([0, 0, 2], None),
         ([5, 4], None),
+        ([0, 2**70], None),  # a list up to there would not fit into any memory
     ],
 )
 def test_indices_that_follow_each_other_are_a_run(indices, run):

@@ -120,8 +120,11 @@ def run_of(indices: Sequence[int]) -> range | None:
     """The same indices, if each is the one before and one more."""
     if isinstance(indices, range) and indices.step == 1:
         return indices or None
-    run = range(indices[0], indices[-1] + 1) if indices else None
-    return run if run is not None and list(indices) == list(run) else None
+    # The count first: what the last one is may be anything.
+    if not indices or indices[-1] - indices[0] + 1 != len(indices):
+        return None
+    run = range(indices[0], indices[-1] + 1)
+    return run if list(indices) == list(run) else None
 
 
 @final
