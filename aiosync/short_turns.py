@@ -7,6 +7,7 @@ waits until it was taken, and it is told only where somebody waits.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from typing import Final, final
@@ -41,9 +42,21 @@ class ShortTurns:
     def __exit__(self, *exc: object) -> None:
         with self._lock:
             self._users -= 1
-            is_changed = self._ours != self._before and sys.getswitchinterval() == self._ours
-            if not self._users and is_changed:
-                sys.setswitchinterval(self._before + _ROUNDS_DOWN_S)
+            if not self._users:
+                self._put_back()
+
+    def begin_anew(self) -> None:
+        """In a forked child: whoever was inside, or at the door, is not there."""
+        self._lock = threading.Lock()
+        if self._users:
+            self._users = 0
+            self._put_back()
+
+    def _put_back(self) -> None:
+        if self._ours != self._before and sys.getswitchinterval() == self._ours:
+            sys.setswitchinterval(self._before + _ROUNDS_DOWN_S)
 
 
 short_turns: Final = ShortTurns()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=short_turns.begin_anew)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 
@@ -64,3 +65,31 @@ def test_what_somebody_sets_meanwhile_stays():
     with short_turns:
         sys.setswitchinterval(2e-2)
     assert sys.getswitchinterval() == pytest.approx(2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # of a process with threads
+def test_a_forked_child_has_nobody_inside():
+    inside, leave = threading.Event(), threading.Event()
+
+    def work():
+        with short_turns:
+            inside.set()
+            leave.wait(5)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(5)
+    with short_turns._lock:  # held by a thread that the child does not have
+        pid = os.fork()
+        if pid == 0:
+            found = [sys.getswitchinterval()]
+            if short_turns._lock.acquire(timeout=1):
+                short_turns._lock.release()
+                with short_turns:
+                    found.append(sys.getswitchinterval())
+                found.append(sys.getswitchinterval())
+            os._exit(found != [5e-3, TURN_S, 5e-3])
+    assert os.waitpid(pid, 0)[1] == 0
+    leave.set()
+    thread.join(5)
+    assert sys.getswitchinterval() == pytest.approx(5e-3)
