@@ -70,7 +70,7 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
         device: Where all of them are, if each position has one, and that one is plain, contiguous
             and not made in inference mode: then `plain` has them as they are. Else None.
         addresses: Where those are, if that is known.
-        looking: The look at the model that is still under way; None: all was looked at before.
+        looking: The look at the model that finds them; None: all was looked at before.
     """
 
     __slots__ = ("_is_tracked", "_more", "_single", "addresses", "device", "looking")
@@ -108,6 +108,11 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
         made._is_tracked = glance.requires_grad
         return made
 
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether a look at the model is still under way."""
+        return self.looking is not None and not self.looking.is_whole
+
     def are_seen(self, count: int | None = None) -> bool:
         """Whether the first `count`, or all and the model as a whole, are as they were.
 
@@ -118,17 +123,17 @@ class Writes(Sequence[Sequence[torch.Tensor]]):
             return True
         if count is not None:
             return looking.reaches(count)
-        if not looking.ends_well():
-            return False
-        self._single, self.looking = looking.tensors(0, len(self)), None
-        return True
+        return looking.ends_well()
 
     def __len__(self) -> int:
         return len(self._single) if self.looking is None else len(self.addresses or ())
 
     def __getitem__(self, index: Any) -> Any:
-        if self.looking is not None and not self.are_seen():
-            raise moved()
+        if self.looking is not None:
+            if not self.are_seen():
+                raise moved()
+            index = range(len(self))[index]  # raises: beyond the end
+            return tuple(map(writable, self.looking.tensors(index, index + 1)))
         more = self._more.get(index)
         return tuple(map(writable, (self._single[index],) if more is None else more))
 

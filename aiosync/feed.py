@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -170,22 +171,30 @@ class SourceFeed:
         self.plain = self.addresses = self.looking = None
 
     def iter_plain(self) -> Generator[Run]:
-        """The pass that `look` found, a layer group at a time.
+        """The pass that `look` found, a layer group at a time, or as far as a look has come.
 
         Raises:
             Validation: The source is not as it was; see `settling.may_look_late`.
         """
         tensors, addresses, looking, at = self.plain or [], self.addresses, self.looking, 0
         self.forget()
-        for size in self.group_cut():
-            end = at + size
-            if looking is not None:
-                is_last = end == len(self.metadata)
-                if not (looking.ends_well() if is_last else looking.reaches(end)):
-                    raise _moved()
-            found = tensors[at:end] if looking is None else looking.tensors(at, end)
-            yield Run(at, found, None if addresses is None else addresses[at:end])
-            at = end
+        for end in accumulate(self.group_cut()):
+            while at < end:
+                upto, found = end, tensors[at:end]
+                if looking is not None:
+                    upto = self._reached(looking, at)
+                    found = looking.tensors(at, upto)
+                yield Run(at, found, None if addresses is None else addresses[at:upto])
+                at = upto
+
+    def _reached(self, looking: Looking, at: int) -> int:
+        """Up to where tensors are known, beyond `at`; the last ones with all of the module."""
+        is_there = looking.reaches(at + 1)
+        if looking.known == len(self.metadata):
+            is_there = looking.ends_well()
+        if not is_there:
+            raise _moved()
+        return looking.known
 
     def iter_batches(self) -> Generator[list[tuple[int, torch.Tensor]]]:
         """One pass over a source with plain generators.

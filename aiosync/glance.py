@@ -13,10 +13,9 @@ not looked at yet.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from bisect import bisect_left
-from itertools import accumulate, chain
+from collections import OrderedDict
+from itertools import accumulate, chain, groupby
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, Self, final
 
@@ -24,21 +23,20 @@ import torch
 from torch import nn
 
 from aiosync.module_walk import walks_plainly
+from aiosync.short_turns import short_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-_RUN = 256  # modules
-_PART = 768  # tensors, of which a single module may have tens of thousands
-_FIRST = 6  # steps; a tree's upper levels have one each, if they are no wider than that
+# The first steps are short: what they see is on its way while the others are taken.
+_RUN = (32, 256)  # modules, at first and later
+_PART = (64, 768)  # tensors, of which a single module may have tens of thousands
+_FIRST = 12  # steps; a tree's upper levels have one or two each, if they are no wider than that
 _DEEPEST = 900  # levels; a tree without an end has more
 _HELD: Callable[[Any], tuple[dict[str, Any], ...]]
 _HELD = itemgetter("_parameters", "_buffers", "_modules")
 _OF_MODULES = 2  # of these three
-# A thread that only computes keeps the interpreter for 5 ms while others wait for it, and takes it
-# back before they have woken up where it merely lets go. So it sleeps for as long as waking takes.
-_TURN_AFTER_S = 3e-3
-_TURN_S = 2e-4
+_DICTS = frozenset({dict, OrderedDict})
 
 
 @final
@@ -140,10 +138,10 @@ class Glance:
             if len(self._levels) == _DEEPEST:
                 raise ValueError("this tree has no end")
             runs, below = [], []
-            for start in range(0, len(level), _RUN):
-                prefixes, modules = zip(*level[start : start + _RUN], strict=True)
+            for start, end in _graded(len(level), _RUN):
+                prefixes, modules = zip(*level[start:end], strict=True)
                 self._note_classes(modules)
-                run = _Run(modules)
+                run = _Run(modules, len(names))
                 names += [prefixes[of] + key for of, key in run.tensors]
                 children = zip(run.children, run.pick_children(modules), strict=True)
                 below += [(f"{prefixes[of]}{key}.", each) for (of, key), each in children]
@@ -167,6 +165,7 @@ class Looking:
     Attributes:
         failed: Something is not as it was; what was seen before that is.
         is_whole: All was seen, and is as it was.
+        known: How many of the tensors of those names were seen.
     """
 
     def __init__(self, glance: Glance, module: nn.Module) -> None:
@@ -174,26 +173,29 @@ class Looking:
         self._glance = glance
         self._seen: list[torch.Tensor] = []
         self._steps = glance.walk(module, self._seen)
-        self._known = 0
-        self._since = time.monotonic()
+        self.known = 0
 
     def begins_well(self) -> bool:
         """Whether a first glance finds no change; it takes no longer than one may on a loop."""
         for _ in range(_FIRST):
-            if not self.failed and not self.is_whole and not self._known:
+            if not self.failed and not self.is_whole and not self.known:
                 self._step()
         return not self.failed
 
     def reaches(self, count: int) -> bool:
         """Whether the first `count` tensors are as and where they were."""
-        while self._known < count and not self.failed and not self.is_whole:
-            self._step()
-        return self._known >= count
+        if self.known < count:
+            with short_turns:
+                while self.known < count and not self.failed and not self.is_whole:
+                    self._step()
+        return self.known >= count
 
     def ends_well(self) -> bool:
         """Whether all of the module's tensors are."""
-        while not self.failed and not self.is_whole:
-            self._step()
+        if not self.is_whole:
+            with short_turns:
+                while not self.failed and not self.is_whole:
+                    self._step()
         return self.is_whole
 
     def tensors(self, first: int, end: int) -> list[torch.Tensor]:
@@ -210,14 +212,7 @@ class Looking:
         elif known < 0:
             self.is_whole = True
         else:
-            self._known = known
-            if time.monotonic() - self._since > _TURN_AFTER_S:
-                self._give_way()
-
-    def _give_way(self) -> None:
-        if asyncio._get_running_loop() is None:  # noqa: SLF001 - one that runs is not to sleep
-            time.sleep(_TURN_S)
-        self._since = time.monotonic()
+            self.known = known
 
 
 @final
@@ -231,10 +226,10 @@ class _Run:
         parts: Of the tensors.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], before: int) -> None:
         self.count = len(modules)
         held = _held(modules)
-        self._shapes = [_shape(dicts) for dicts in held]
+        self._shelves = [_Shelf(dicts) for dicts in held]
         entries = [
             (kind, at, key, value)
             for kind, dicts in enumerate(held)
@@ -253,25 +248,24 @@ class _Run:
         again = sorted(set(range(len(values))) - set(firsts.values()))
         self._again = _picker(again)
         self._as = _picker([firsts[id(values[at])] for at in again])
-        starts = range(0, len(values), _PART)
-        self.parts = [_Part(values, start, set(firsts.values())) for start in starts]
+        self.parts = [
+            _Part(values, start, end, set(firsts.values()))
+            for start, end in _graded(len(values), _PART, before)
+        ]
 
     def pick_children(self, modules: Sequence[nn.Module]) -> Sequence[Any]:
         """The submodules."""
-        dicts = chain.from_iterable(_held(modules))
-        return self._below(list(chain.from_iterable(map(dict.values, dicts))))
+        values: list[Any] = []
+        for dicts, shelf in zip(_held(modules), self._shelves, strict=True):
+            shelf.put(dicts, values)
+        return self._below(values)
 
     def look(self, modules: list[Any], below: list[Any]) -> Sequence[torch.Tensor] | None:
         """The tensors, if the modules hold what they held; adds the submodules to the list."""
         values: list[Any] = []
-        for dicts, shape in zip(_held(modules), self._shapes, strict=True):
-            if not shape[1]:
-                if any(dicts):
-                    return None
-                continue
-            if _shape(dicts) != shape:
+        for dicts, shelf in zip(_held(modules), self._shelves, strict=True):
+            if not shelf.put(dicts, values):
                 return None
-            values += chain.from_iterable(map(dict.values, dicts))
         found = self._own(values)
         if not all(map(is_, self._again(found), self._as(found))):
             return None
@@ -279,6 +273,39 @@ class _Run:
             return None
         below += self._below(values)
         return found
+
+
+@final
+class _Shelf:
+    """What the modules of a run hold of one kind: neighbours with the same names at once."""
+
+    def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
+        if not _DICTS.issuperset(map(type, dicts)):
+            raise ValueError("to take something out of another kind of dict may do more than that")
+        self._counts = list(map(len, dicts))
+        self._is_empty = not any(self._counts)
+        self._stretches: list[tuple[slice, bool, Callable[[dict[str, Any]], Any]]] = []
+        start = 0
+        for keys, alike in groupby(map(tuple, dicts)):
+            end = start + len(list(alike))
+            if keys:
+                self._stretches.append((slice(start, end), len(keys) > 1, itemgetter(*keys)))
+            start = end
+
+    def put(self, dicts: Sequence[dict[str, Any]], values: list[Any]) -> bool:
+        """Add what they hold to the list, if each has as many entries as it had.
+
+        Raises:
+            KeyError: One of other names.
+        """
+        if self._is_empty:
+            return not any(dicts)
+        if list(map(len, dicts)) != self._counts:
+            return False
+        for stretch, are_several, take in self._stretches:
+            taken = map(take, dicts[stretch])
+            values += chain.from_iterable(taken) if are_several else taken
+        return True
 
 
 @final
@@ -290,9 +317,11 @@ class _Part:
         known: How many of a glance's names are seen with this part; set by it.
     """
 
-    def __init__(self, values: Sequence[torch.Tensor], start: int, firsts: set[int]) -> None:
-        own = values[start : start + _PART]
-        self.start, self.end = start, start + len(own)
+    def __init__(
+        self, values: Sequence[torch.Tensor], start: int, end: int, firsts: set[int]
+    ) -> None:
+        own = values[start:end]
+        self.start, self.end = start, end
         self.addresses = list(map(torch.Tensor.data_ptr, own))
         self.known = 0
         # Torch's guards take no tensor twice.
@@ -313,9 +342,13 @@ def _held(modules: Sequence[nn.Module]) -> tuple[tuple[dict[str, Any], ...], ...
     return tuple(zip(*map(_HELD, map(vars, modules)), strict=True))
 
 
-def _shape(dicts: Sequence[dict[str, Any]]) -> tuple[list[int], list[str]]:
-    """How many entries each has, and their names."""
-    return list(map(len, dicts)), list(chain.from_iterable(dicts))
+def _graded(count: int, sizes: tuple[int, int], before: int = 0) -> Iterator[tuple[int, int]]:
+    """Where `count` are cut, of which there were `before`: as many as there were so far."""
+    start = 0
+    while start < count:
+        end = min(start + min(max(before + start, sizes[0]), sizes[1]), count)
+        yield start, end
+        start = end
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

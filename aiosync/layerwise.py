@@ -113,7 +113,7 @@ class LayerwiseSink(Sink):
     def _destination(self, index: int) -> torch.Tensor:
         return self._scratch(index)
 
-    def _take(self, indices: list[int]) -> None:
+    def _take(self, indices: Sequence[int]) -> None:
         for index in indices:
             number = self._group_of[index]
             self._waiting[number] -= 1

@@ -162,11 +162,17 @@ class Outline(NamedTuple):
         return set(zip(self.names, firsts, *self[2:], strict=True))
 
     def holds(self, live: Mapping[str, torch.Tensor]) -> bool:
-        """Whether `live` looks like this; makes next to nothing for the garbage collector."""
+        """Whether `live` looks like this; makes next to nothing for the garbage collector.
+
+        Names may come in another order: they say which tensor is which.
+        """
+        if self.names != list(live):
+            if live.keys() != set(self.names):
+                return False
+            live = {name: live[name] for name in self.names}
         tensors = list(live.values())
         return (
-            self.names == list(live)
-            and self.firsts == _firsts(self.names, tensors)
+            self.firsts == _firsts(self.names, tensors)
             and same(self.dtypes, map(DTYPE, tensors))
             and same(self.shapes, map(SHAPE, tensors))
             and self.devices == _device_types(tensors)

@@ -23,7 +23,7 @@ from aiosync.module_walk import PLAIN_TYPES
 from aiosync.sources import ModuleSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -42,11 +42,12 @@ class Reading:
         grows: They are not known beforehand: `note` is told of them.
     """
 
-    def __init__(self, names: Iterable[str], tensors: Sequence[torch.Tensor] | None) -> None:
+    def __init__(
+        self, count: int, names: Callable[[], list[str]], tensors: Sequence[torch.Tensor] | None
+    ) -> None:
         self.grows = tensors is None
-        all_names = list(names)
-        self._step = -(-len(all_names) // _MOST) or 1
-        self._names = all_names[:: self._step]
+        self._step = -(-count // _MOST) or 1
+        self._names = names
         self._seen = 0
         self._tensors: list[torch.Tensor] = []
         self._counts: list[int] = []
@@ -56,7 +57,8 @@ class Reading:
     def of(cls, feed: SourceFeed) -> Self | None:
         """What a pass over `feed` would read, on the thread that runs the source; may be None."""
         if feed.plain is not None or feed.looking is not None:
-            return cls((meta.name for meta in feed.metadata), feed.plain)
+            metadata = feed.metadata
+            return cls(len(metadata), lambda: [meta.name for meta in metadata], feed.plain)
         if not isinstance(feed.source, ModuleSource):
             return None
         read = {
@@ -64,7 +66,7 @@ class Reading:
             for name, tensor in feed.source.read().items()
             if type(tensor) in PLAIN_TYPES
         }
-        return cls(read, list(read.values())) if read else None
+        return cls(len(read), lambda: list(read), list(read.values())) if read else None
 
     def note(self, tensors: Sequence[torch.Tensor]) -> None:
         """The pass is about to read these, the next ones in order."""
@@ -82,7 +84,8 @@ class Reading:
         now = _counts(self._tensors)
         if now == self._counts:
             return
-        written = list(compress(self._names, map(ne, now, self._counts)))
+        names = self._names()[:: self._step]
+        written = list(compress(names, map(ne, now, self._counts)))
         more = f" and {len(written) - 1} more" if len(written) > 1 else ""
         raise Validation(
             f"{written[0]}{more} changed while the round was reading: the workers would have got a"

@@ -173,7 +173,7 @@ class RelaySink(Sink):
     def _destination(self, index: int) -> torch.Tensor:
         return self._scratch(index)
 
-    def _take(self, indices: list[int]) -> None:
+    def _take(self, indices: Sequence[int]) -> None:
         for index in indices:
             name, tensor = self._metadata[index].name, self._handed.pop(index)
             self._call("put", name, tensor, seconds=self._timeout, tensor=name)

@@ -23,6 +23,7 @@ from aiosync.metadata import Validated, first_few, meta_nbytes
 from aiosync.module_layout import bit_equal
 from aiosync.targets import Matcher, further_names, model_tensors, wanted_names
 from statemachines.tables import Weights
+from transports.stream import Pieces, run_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,7 +76,8 @@ class Sink(LooksLate, ABC):
         self._matcher = Matcher()
         self._metadata: list[ParamMeta] = []
         self._found = _NOTHING
-        self._landed: list[bool] = []
+        self._landed = bytearray()
+        self._pieces = Pieces()
         self._handed: dict[int, torch.Tensor] = {}
         self._lent: dict[int, int] = {}
         """Neighbours that were handed out and have not landed: from the first up to, by the first.
@@ -121,9 +123,9 @@ class Sink(LooksLate, ABC):
         found = self._find(metas, self._aliases, partial=partial)
         self._prepare(metas, found)
         self._metadata, self._found = metas, found
-        self._landed = [False] * len(metas)
+        self._landed = bytearray(len(metas))
         self._lent_upto = 0
-        self._looks_now = isinstance(found.writes, Writes) and found.writes.looking is not None
+        self._looks_now = isinstance(found.writes, Writes) and found.writes.is_looked_at
         self.skipped = found.skipped
         self.applied = len(metas) - self.skipped
         self.left_out = found.left_out
@@ -142,28 +144,31 @@ class Sink(LooksLate, ABC):
 
     def destinations(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """`destination` for many; they may require gradients, so write to them under no_grad."""
-        first, end = (indices[0], indices[-1] + 1) if indices else (0, 0)
+        run = run_of(indices)
         if (
             self._open
             and type(self).destination is Sink.destination  # else each is asked for
-            and 0 <= first < end <= len(self._metadata)
-            and indices == list(range(first, end))
-            and True not in self._landed[first:end]
+            and run is not None
+            and self._are_due(run)
         ):
-            found = self._neighbours(first, end)
+            found = self._neighbours(run.start, run.stop)
             if found is not None:
                 if self._lends:
-                    self._lent[first] = end
+                    self._lent[run.start] = run.stop
                 else:
-                    self._handed.update(zip(indices, found, strict=True))
+                    self._handed.update(zip(run, found, strict=True))
                 return found
         return [self.destination(index) for index in indices]
 
     def known_addresses(self, indices: Sequence[int]) -> list[int] | None:
         """Where `destinations` of these lay at `begin`, if all are contiguous there."""
-        known = self._addresses
-        first, end = (indices[0], indices[-1] + 1) if indices else (0, 0)
-        return known[first:end] if known and indices == list(range(first, end)) else None
+        known, run = self._addresses, run_of(indices)
+        return self._pieces.of(known, run) if known and run is not None else None
+
+    def _are_due(self, run: range) -> bool:
+        """Whether these are announced, and none of them has landed."""
+        is_known = run.start >= 0 and run.stop <= len(self._metadata)
+        return is_known and self._landed.find(1, run.start, run.stop) < 0
 
     def landed(self, indices: Iterable[int]) -> None:
         """These tensors are complete in their destinations.
@@ -172,25 +177,21 @@ class Sink(LooksLate, ABC):
             Coverage: One landed twice, or before anybody had its destination.
         """
         self._check_open("landed")
-        fresh = list(indices)
+        fresh = indices if isinstance(indices, range) else list(indices)
         if not self._note_landed(fresh):
             self._note_each(fresh)
         self._take(fresh)
 
-    def _note_landed(self, fresh: list[int]) -> bool:
+    def _note_landed(self, fresh: Sequence[int]) -> bool:
         """All at once; False, with nothing done, where that is not as simple."""
-        first, end = (fresh[0], fresh[-1] + 1) if fresh else (0, 0)
-        simple = (
-            0 <= first < end <= len(self._metadata)
-            and fresh == list(range(first, end))
-            and True not in self._landed[first:end]
-        )
-        if not simple or self._lent.get(first) != end:
+        run = run_of(fresh)
+        simple = run is not None and self._are_due(run)
+        if run is None or not simple or self._lent.get(run.start) != run.stop:
             self._hand_over()
             simple = simple and all(map(self._handed.__contains__, fresh))
-        if simple:
-            self._lent.pop(first, None)
-            self._landed[first:end] = [True] * len(fresh)
+        if simple and run is not None:
+            self._lent.pop(run.start, None)
+            self._landed[run.start : run.stop] = b"\1" * len(run)
         return simple
 
     def _hand_over(self) -> None:
@@ -200,7 +201,7 @@ class Sink(LooksLate, ABC):
             self._handed.update(zip(range(first, end), found, strict=True))
         self._lent.clear()
 
-    def _note_each(self, fresh: list[int]) -> None:
+    def _note_each(self, fresh: Sequence[int]) -> None:
         for index in fresh:
             name = self._metadata[self._known(index)].name
             if self._landed[index]:
@@ -209,7 +210,7 @@ class Sink(LooksLate, ABC):
                 if meta_nbytes(self._metadata[index]):
                     raise Coverage(f"{name} landed, but nobody asked where to put it", tensor=name)
                 self._handed[index] = self._destination(index)  # empty: no bytes to put anywhere
-            self._landed[index] = True
+            self._landed[index] = 1
 
     def verify(self) -> None:
         """Everything announced has landed, tied names agree, and the model is still the same.
@@ -243,7 +244,7 @@ class Sink(LooksLate, ABC):
 
     def _check_complete(self) -> None:
         self._check_open("verify")
-        if not all(self._landed):
+        if 0 in self._landed:
             missing = [
                 m.name for m, landed in zip(self._metadata, self._landed, strict=True) if not landed
             ]
@@ -328,7 +329,7 @@ class Sink(LooksLate, ABC):
         return None
 
     @abstractmethod
-    def _take(self, indices: list[int]) -> None:
+    def _take(self, indices: Sequence[int]) -> None:
         """Note what landed; whatever `_apply` or a tie still needs stays in `_handed`."""
 
     @abstractmethod
@@ -368,7 +369,7 @@ class Sink(LooksLate, ABC):
         self._open = False
         self._handed.clear()
         self._lent.clear()
-        self._landed = []
+        self._landed = bytearray()
         self._metadata, self._found = [], _NOTHING
 
     def _check_open(self, call: str) -> None:

@@ -18,6 +18,7 @@ from aiosync.staging import shares
 from aiosync.targets import model_tensors
 from aiosync.writing import note_written, write
 from statemachines.tables import Weights
+from transports.stream import run_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,7 +115,7 @@ class StagedSink(Sink):
     def _neighbours(self, first: int, end: int) -> list[torch.Tensor] | None:
         return self._views[first:end] if self._has_all else None
 
-    def _take(self, indices: list[int]) -> None:
+    def _take(self, indices: Sequence[int]) -> None:
         if self._has_all:
             return
         for index in indices:
@@ -224,7 +225,7 @@ class InPlaceSink(Sink):
         super()._end()
         self._plain = None  # memory that the model gives up must be free
 
-    def _take(self, indices: list[int]) -> None:
+    def _take(self, indices: Sequence[int]) -> None:
         if self._plain is not None:
             if self._plain.is_tracked:
                 note_written(_runs_of(self._plain, indices))
@@ -250,10 +251,10 @@ class InPlaceSink(Sink):
         """All of it has been written as it landed."""
 
 
-def _runs_of(writes: Writes, indices: list[int]) -> list[torch.Tensor]:
-    first, end = (indices[0], indices[-1] + 1) if indices else (0, 0)
-    if indices == list(range(first, end)):
-        return writes.plain(first, end)
+def _runs_of(writes: Writes, indices: Sequence[int]) -> list[torch.Tensor]:
+    run = run_of(indices)
+    if run is not None:
+        return writes.plain(run.start, run.stop)
     return [writes.plain(index, index + 1)[0] for index in indices]
 
 

@@ -480,7 +480,18 @@ def test_both_sides_lay_out_alike():
     assert layout.streamed == [0, 2]
     assert [chunk.nbytes for chunk in layout.ring.chunks] == [4096, 1032]
     assert layout.slot_nbytes == 4096
-    assert list(DeviceLayout(plan, range(5)).batches(5000)) == [[0, 1, 2], [3, 4]]
+    assert [list(run) for run in DeviceLayout(plan, range(5)).batches(5000)] == [[0, 1, 2], [3, 4]]
+
+
+def test_what_is_read_in_place_comes_in_runs_that_grow_and_shrink():
+    plan = plan_chunks([10] * 20, [1] * 20, limit=4096, rule=ALIGNED)
+    layout = DeviceLayout(plan, range(20))
+    runs = list(layout.batches(10, 40))
+    assert [len(run) for run in runs] == [1, 2, 4, 4, 4, 3, 1, 1]
+    assert [index for run in runs for index in run] == list(range(20))
+    assert [len(run) for run in layout.batches(40)] == [4] * 5
+    scattered = DeviceLayout(plan, [0, 1, 5, 6, 7])
+    assert [list(run) for run in scattered.batches(30)] == [[0, 1, 5], [6, 7]]
 
 
 def test_digests_by_address_are_the_defined_ones():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict
+from itertools import islice
 
 import pytest
 import torch
@@ -21,8 +23,8 @@ from transports.stream import Run, columns_of
 
 @pytest.fixture(autouse=True, params=[2, 256])
 def run_length(request, monkeypatch):
-    monkeypatch.setattr(glances, "_RUN", request.param)
-    monkeypatch.setattr(glances, "_PART", request.param)
+    monkeypatch.setattr(glances, "_RUN", (1, request.param))
+    monkeypatch.setattr(glances, "_PART", (1, request.param))
 
 
 class Tree(nn.Module):
@@ -267,3 +269,78 @@ def test_a_run_is_a_batch_of_pairs():
     assert run[:1] == [(5, tensors[0])]
     assert columns_of(run).part(1, 2) == (range(6, 7), tensors[1:], [2])
     assert columns_of(list(run)) == ([5, 6], tensors, None)
+
+
+def known_sink(mode):
+    """A sink that knows its model, in a round that has just begun; and the round's metadata."""
+    sink = make_sink(Tree(), mode)
+    live = dict(sink.model.named_parameters())
+    metadata = [aiosync.ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in live.items()]
+    for _ in range(3):
+        sink.abort()
+        sink.begin(metadata)
+    return sink, metadata
+
+
+@pytest.mark.parametrize("method", ["verify", "verify_stream"])
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+@pytest.mark.parametrize("change", [replace, move, grow])
+def test_a_model_that_was_looked_at_first_is_looked_at_once_more_at_the_end(mode, change, method):
+    sink, metadata = known_sink(mode)
+    for index in range(len(metadata)):
+        sink.destination(index).zero_()
+        sink.landed([index])
+    change(sink.model)
+    with pytest.raises(aiosync.Coverage, match="replaced, renamed or moved"):
+        getattr(sink, method)()
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_destinations_are_a_sequence_with_an_end(rounds):
+    model, matcher = Tree(), Matcher()
+    live = dict(model.named_parameters())
+    metadata = [aiosync.ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in live.items()]
+    for _ in range(rounds):
+        writes = matcher.find(model, metadata, {}, partial=False).writes
+    with pytest.raises(IndexError):
+        _ = writes[len(metadata)]
+    addresses = [tensor.data_ptr() for tensor in live.values()]
+    assert [one.data_ptr() for (one,) in islice(writes, 99)] == addresses
+    assert writes[-1][0].data_ptr() == addresses[-1]
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_a_module_whose_names_come_in_another_order_is_passed_as_announced(rounds):
+    source = ModuleSource(Tree())
+    for _ in range(rounds):
+        source.notice_changes()
+        announced = list(source.metadata)
+        assert source.plain_tensors() is not None
+    own = source.module.layers[0]._parameters
+    own["weight"] = own.pop("weight")
+    modules = source.module._modules
+    modules["layers"] = modules.pop("layers")
+    source.notice_changes()
+    assert source.metadata == announced
+    assert [name for name, _ in source.iter_full()] == [meta.name for meta in announced]
+
+
+class Shelf(dict):
+    """A dict as DeepSpeed puts into modules: to take something out of it does more than that."""
+
+    taken = 0
+
+    def __getitem__(self, key):
+        type(self).taken += 1
+        return super().__getitem__(key)
+
+
+def test_nothing_is_taken_out_of_dicts_of_other_kinds():
+    model = Tree()
+    model.layers[1]._parameters = Shelf(model.layers[1]._parameters)
+    live = live_tensors(model)
+    before = Shelf.taken
+    assert Glance.of(model, live, list(live)) is None
+    assert Shelf.taken == before
+    model.layers[1]._parameters = OrderedDict(model.layers[1]._parameters)
+    assert Glance.of(model, live, list(live)) is not None

@@ -68,7 +68,7 @@ async def pair(sink):
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
     fake_nccl.install(monkeypatch)
-    monkeypatch.setattr(glances, "_RUN", 2)
+    monkeypatch.setattr(glances, "_RUN", (2, 2))
 
 
 def replace(net):

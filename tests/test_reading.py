@@ -237,12 +237,12 @@ async def test_of_very_many_tensors_every_other_is_asked(monkeypatch, batch):
     monkeypatch.setattr("aiosync.reading._MOST", 5)
     tensors = [torch.zeros(1) for _ in range(10)]
     names = [f"t{at}" for at in range(10)]
-    few = Reading(names[:5], tensors[:5])
+    few = Reading(5, lambda: names[:5], tensors[:5])
     tensors[3].add_(1)
     with pytest.raises(Validation, match=r"^t3 changed"):
         few.check(rank=0)
     for known in (True, False):
-        reading = Reading(names, tensors if known else None)
+        reading = Reading(len(names), lambda: names, tensors if known else None)
         for first in range(0, 0 if known else 10, batch):
             reading.note(tensors[first : first + batch])
         reading.check(rank=0)

@@ -18,7 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 from limits import SLACK
+from torch import nn
 
+from aiosync import ParamMeta
+from aiosync.sinks import make_sink
+from aiosync.streaming import _Into
 from statemachines.errors import InvalidTransition, RemoteError, Validation
 from transports import shm_messages as wire
 from transports.errors import DigestMismatch, PeerLost, PhaseTimeout, TransportAborted
@@ -243,6 +247,26 @@ def test_every_bit_arrives_over_several_rounds(
             assert answer["landed"] == list(range(len(tensors)))
             assert answer["summary"] == [summary.nbytes, summary.chunks, summary.digest]
         tensors = [t + 1 if t.dtype in (torch.float32, torch.int64) else t for t in tensors]
+
+
+def test_addresses_that_a_sink_hands_out_again_stay_as_they_are(senders, receivers):
+    sender = senders(buffer_nbytes=256, buffers=2)
+    receiver = receivers(sender)
+    tensors = [torch.arange(300.0), torch.ones(8)]  # the first one takes several chunks
+    net = nn.ParameterList(torch.zeros(len(tensor)) for tensor in tensors)
+    sink = make_sink(net)
+    metadata = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in net.named_parameters()]
+    for round in (1, 2):
+        sink.begin(metadata)
+        thread = Thread(send, sender, tensors, 256, round=round)
+        plan = plan_of(tensors, 256)
+        receiver.receive(plan, _Into(sink), sink.landed, round=round, stall=20.0)
+        thread.result()
+        for indices in ([0], [0, 1], [1]):
+            addresses = [sink._views[index].data_ptr() for index in indices]
+            assert sink.known_addresses(indices) == addresses
+        sink.commit()
+        assert all(map(torch.equal, tensors, net))
 
 
 @pytest.mark.fault("A-LAYOUT-4")

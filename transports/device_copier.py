@@ -15,7 +15,7 @@ from transports.cuda import WorkQueue, mark_current, poll
 from transports.errors import DigestMismatch, PhaseTimeout
 from transports.pointer_digest import PointerDigest
 from transports.sender_digests import first_word
-from transports.stream import known_of, meanwhile_of, targets_of
+from transports.stream import Pieces, known_of, meanwhile_of, targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from transports.stream import Progress
     from transports.waker import Waker
 
-# A launch takes some 0.1 ms of the host. So few are many tensors cut into that what was looked at
-# is soon copied: it takes longer to look at them than to copy them.
-_BATCH_NBYTES = 2 << 30
-_BATCH_TENSORS = 512
+# A launch takes some 0.1 ms of the host. The first batch is small, so that the device soon has
+# work, and so are the last ones: what was looked at last is copied last.
+_LEAST_NBYTES = 1 << 30
+_MOST_NBYTES = 4 << 30
 _AHEAD = 3  # batches that are queued before the first of them is waited for
 _DRAIN_S = 5.0
 
 
 class _Batch(NamedTuple):
-    indices: list[int]
+    indices: Sequence[int]
     nbytes: int
     copy: AddressCopy
     digest: PointerDigest | None
@@ -62,6 +62,7 @@ class DeviceCopier:
         self._queue: WorkQueue | None = None
         self._batches: tuple[DeviceLayout, bool, bool, list[_Batch]] | None = None
         self._right: dict[int, list[int]] = {}  # addresses of destinations that were looked at
+        self._pieces = Pieces()
 
     def active(self) -> AbstractContextManager[Any]:
         """What is queued in the block comes after what the thread's stream has."""
@@ -81,8 +82,8 @@ class DeviceCopier:
         self.clear()
         memory, sizes = self._memory, layout.plan.sizes
         made = []
-        nbytes, tensors = (_BATCH_NBYTES, _BATCH_TENSORS) if takes_all else (self._small, 1)
-        for indices in layout.batches(nbytes, tensors=tensors):
+        limits = (_LEAST_NBYTES, _MOST_NBYTES) if takes_all else (self._small,)
+        for indices in layout.batches(*limits):
             some = [sizes[index] for index in indices]
             digest = None
             if verifies:
@@ -96,7 +97,7 @@ class DeviceCopier:
         layout: DeviceLayout,
         addresses: Sequence[int],
         destination: Callable[[int], torch.Tensor],
-        landed: Callable[[list[int]], None],
+        landed: Callable[[Sequence[int]], None],
         *,
         verifies: bool,
         await_ready: Callable[[int], None],
@@ -129,10 +130,10 @@ class DeviceCopier:
                     to = list(map(torch.Tensor.data_ptr, targets))
                 if not takes_all or self._right.get(number) != to:
                     self._check(layout.plan, batch.indices, targets)
-                    self._right[number] = to
+                self._right[number] = to  # the same objects again compare at once
                 meanwhile(batch.indices[-1] + 1)
                 await_ready(batch.indices[-1] + 1)
-                batch.copy(to, _those(addresses, batch.indices))
+                batch.copy(to, self._those(addresses, batch.indices))
                 if batch.digest is not None:
                     values.append(batch.digest.values(to))
                 under_way.append((batch, mark_current(device), targets))
@@ -146,6 +147,11 @@ class DeviceCopier:
                 poll(mark_current(device), lambda: None, limit=_DRAIN_S)
             raise
         return b"".join(array("q", part.tolist()).tobytes() for part in values)
+
+    def _those(self, addresses: Sequence[int], indices: Sequence[int]) -> list[int]:
+        if isinstance(indices, range):
+            return self._pieces.of(addresses, indices)
+        return [addresses[index] for index in indices]
 
     def _check(self, plan: Plan, indices: Sequence[int], targets: Sequence[torch.Tensor]) -> None:
         device = self._memory.device
@@ -208,10 +214,3 @@ class DeviceCopier:
             with suppress(RuntimeError, PhaseTimeout):
                 poll(mark, lambda: None, limit=_DRAIN_S)
             raise
-
-
-def _those(addresses: Sequence[int], indices: list[int]) -> list[int]:
-    first, end = indices[0], indices[-1] + 1
-    if end - first == len(indices):  # they ascend
-        return list(addresses[first:end])
-    return [addresses[index] for index in indices]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from transports.planning import ALIGNED, plan_chunks
+from transports.stream import run_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from transports.planning import Plan
 
@@ -49,15 +50,24 @@ class DeviceLayout:
         """Chunk 0 and those of the ring."""
         return 1 + len(self.ring.chunks)
 
-    def batches(self, nbytes: int, *, tensors: int = 1) -> Iterator[list[int]]:
-        """The resident tensors in runs of about as many bytes; twice that where there are few."""
+    def batches(self, least: int, most: int = 0) -> Iterator[Sequence[int]]:
+        """The resident tensors in runs of about `least` bytes.
+
+        Args:
+            most: Where it is more, each run has twice as many as the one before, up to so many, but
+                not more than half of what is left: the first ones and the last ones are small.
+        """
+        sizes = self.plan.sizes
+        left = sum(map(sizes.__getitem__, self.resident))
         run: list[int] = []
-        total = 0
+        total, limit = 0, least
         for index in self.resident:
             run.append(index)
-            total += self.plan.sizes[index]
-            if total >= nbytes and (len(run) >= tensors or total >= 2 * nbytes):
-                yield run
+            total += sizes[index]
+            if total >= limit:
+                yield run_of(run) or run
+                left -= total
+                limit = max(min(2 * limit, left // 2, most), least)
                 run, total = [], 0
         if run:
-            yield run
+            yield run_of(run) or run

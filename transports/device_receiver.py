@@ -24,7 +24,7 @@ from transports.shm_readers import check_stall
 from transports.stream import Progress, StreamSummary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -75,7 +75,7 @@ class DeviceReceiver(OneLink):
         self,
         plan: Plan,
         destination: Callable[[int], torch.Tensor],
-        landed: Callable[[list[int]], None],
+        landed: Callable[[Sequence[int]], None],
         *,
         round: int,
         stall: float,
@@ -162,7 +162,7 @@ class DeviceReceiver(OneLink):
         plan: Plan,
         kind: str | None,
         destination: Callable[[int], torch.Tensor],
-        landed: Callable[[list[int]], None],
+        landed: Callable[[Sequence[int]], None],
         stall: float,
     ) -> StreamSummary:
         assert self._layout is not None  # just made

@@ -249,7 +249,8 @@ class DeviceSender(ManyLinks):
     def _confirm(self, layout: DeviceLayout, seen: list[int] | None, first: int, end: int) -> None:
         """These were looked at a moment ago: the readers may copy them."""
         readers, _ = self._connected()
-        if seen != self._exports.addresses[first:end]:
+        assert self._addresses is not None  # `set_unseen` came first: those of the table
+        if seen != self._addresses[first:end]:
             raise Validation(
                 f"tensors {first} to {end - 1} are not where the readers look for them: one was "
                 "moved or replaced since the round began",

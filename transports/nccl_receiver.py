@@ -61,7 +61,7 @@ class NcclReceiver(Half):
         self,
         plan: Plan,
         destination: Callable[[int], torch.Tensor],
-        landed: Callable[[list[int]], None],
+        landed: Callable[[Sequence[int]], None],
         *,
         round: int,
         stall: float,
@@ -96,7 +96,7 @@ class NcclReceiver(Half):
         self,
         plan: Plan,
         destination: Callable[[int], torch.Tensor],
-        landed: Callable[[list[int]], None],
+        landed: Callable[[Sequence[int]], None],
     ) -> None:
         ring = self._opened
         meanwhile = meanwhile_of(destination)
@@ -107,7 +107,7 @@ class NcclReceiver(Half):
                 self._poll(self._marks[index])
                 block = ring.blocks[index]
                 self.progress.step(block.nbytes)
-                landed(list(range(block.first, block.end)))
+                landed(range(block.first, block.end))
 
         for index, block in enumerate(ring.blocks):
             if block.place < 0:
@@ -115,7 +115,7 @@ class NcclReceiver(Half):
             else:
                 if self._posted <= index:
                     self._post(ring)
-                indices = list(range(block.first, block.end))
+                indices = range(block.first, block.end)
                 targets = targets_of(destination, indices)  # a sink may hand out many at once
                 self._load(ring, index, targets, known_of(destination, indices))
             self._under_way.append(index)

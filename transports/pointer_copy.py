@@ -127,7 +127,8 @@ class PointerCopy:
     def _column(self, side: int, addresses: list[int]) -> torch.Tensor:
         known = self._columns[side]
         if known is not None and known[0] == addresses:
-            return known[1]
-        column = torch.tensor(addresses, dtype=torch.int64).to(self._device, non_blocking=True)
-        self._columns[side] = (addresses, column)
+            column = known[1]
+        else:
+            column = torch.tensor(addresses, dtype=torch.int64).to(self._device, non_blocking=True)
+        self._columns[side] = (addresses, column)  # the same objects again compare at once
         return column

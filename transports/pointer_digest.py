@@ -161,10 +161,12 @@ class PointerDigest:
 
     def _addresses(self, addresses: list[int]) -> torch.Tensor:
         known = self._column
-        if known is None or known[0] != addresses:
+        if known is not None and known[0] == addresses:
+            column = known[1]
+        else:
             column = torch.tensor(addresses, dtype=torch.int64).to(self._device)
-            known = self._column = (addresses, column)
-        return known[1]
+        self._column = (addresses, column)  # the same objects again compare at once
+        return column
 
     def _by_torch(self, addresses: list[int]) -> torch.Tensor:
         assert self._bytes_at is not None, "no kernel, and no way to look at an address"

@@ -167,7 +167,8 @@ class ShmReceiver(OneLink):
         targets = targets_of(destination, chunk.tensors)
         found = addresses_of(targets, chunk.wholes, known_of(destination, chunk.tensors))
         if found is not None:
-            found[0] += chunk.start(0)
+            if start := chunk.start(0):  # a list of one's own: that of a sink stays as it is
+                found = [found[0] + start, *found[1:]]
             alone, batches = not chunk.copied, chunk.batches(0)
             queue.move(found, chunk.addresses, chunk.nbytes, batches=batches, alone=alone)
             return

@@ -15,7 +15,7 @@ from transports.shm_readers import Readers, check_stall
 from transports.staging_memory import name_of, rank_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -117,7 +117,7 @@ class LeadReceiver(ManyLinks):
         self,
         plan: Plan,
         destination: Callable[[int], torch.Tensor],
-        landed: Callable[[list[int]], None],
+        landed: Callable[[Sequence[int]], None],
         *,
         round: int,
         stall: float,

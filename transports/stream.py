@@ -116,6 +116,39 @@ def targets_of(
     return list(map(destination, indices)) if many is None else many(indices)
 
 
+def run_of(indices: Sequence[int]) -> range | None:
+    """The same indices, if each is the one before and one more."""
+    if isinstance(indices, range) and indices.step == 1:
+        return indices or None
+    # The count first: what the last one is may be anything.
+    if not indices or indices[-1] - indices[0] + 1 != len(indices):
+        return None
+    run = range(indices[0], indices[-1] + 1)
+    return run if list(indices) == list(run) else None
+
+
+@final
+class Pieces:
+    """Parts of a long list: the same objects again while it is the same list.
+
+    Numbers that nobody has looked at for a while are not in the processor's cache, and a copy of a
+    list counts each of them.
+    """
+
+    def __init__(self) -> None:
+        self._whole: Sequence[int] | None = None
+        self._parts: dict[range, list[int]] = {}
+
+    def of(self, whole: Sequence[int], run: range) -> list[int]:
+        """``whole[run.start:run.stop]``; not to be changed."""
+        if whole is not self._whole:
+            self._whole, self._parts = whole, {}
+        part = self._parts.get(run)
+        if part is None:
+            part = self._parts[run] = list(whole[run.start : run.stop])
+        return part
+
+
 def known_of(
     destination: Callable[[int], torch.Tensor], indices: Sequence[int]
 ) -> list[int] | None:
@@ -208,7 +241,7 @@ class Receiver(Protocol):
         self,
         plan: Plan,
         destination: Callable[[int], torch.Tensor],
-        landed: Callable[[list[int]], None],
+        landed: Callable[[Sequence[int]], None],
         *,
         round: int,
         stall: float,

@@ -1,0 +1,95 @@
+"""The interpreter's switch interval while somebody works in short turns."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+
+from aiosync.short_turns import TURN_S, short_turns
+
+
+@pytest.fixture(autouse=True)
+def interval():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-3)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_turns_are_short_inside_and_as_before_outside():
+    with pytest.raises(KeyError), short_turns:
+        assert sys.getswitchinterval() == pytest.approx(TURN_S)
+        raise KeyError
+    assert sys.getswitchinterval() == pytest.approx(5e-3)
+
+
+def test_the_last_of_several_threads_puts_it_back():
+    inside, leave = threading.Event(), threading.Event()
+
+    def work():
+        with short_turns:
+            inside.set()
+            leave.wait(5)
+
+    thread = threading.Thread(target=work)
+    with short_turns:
+        thread.start()
+        assert inside.wait(5)
+    assert sys.getswitchinterval() == pytest.approx(TURN_S)
+    leave.set()
+    thread.join(5)
+    assert sys.getswitchinterval() == pytest.approx(5e-3)
+
+
+def test_turns_that_are_shorter_stay():
+    sys.setswitchinterval(1e-4)
+    before = sys.getswitchinterval()
+    with short_turns:
+        assert sys.getswitchinterval() == before
+    assert sys.getswitchinterval() == before
+
+
+def test_what_is_put_back_does_not_drift():
+    sys.setswitchinterval(3.3e-3)
+    before = sys.getswitchinterval()
+    for _ in range(100):
+        with short_turns:
+            pass
+    assert sys.getswitchinterval() == before
+
+
+def test_what_somebody_sets_meanwhile_stays():
+    with short_turns:
+        sys.setswitchinterval(2e-2)
+    assert sys.getswitchinterval() == pytest.approx(2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # of a process with threads
+def test_a_forked_child_has_nobody_inside():
+    inside, leave = threading.Event(), threading.Event()
+
+    def work():
+        with short_turns:
+            inside.set()
+            leave.wait(5)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(5)
+    with short_turns._lock:  # held by a thread that the child does not have
+        pid = os.fork()
+        if pid == 0:
+            found = [sys.getswitchinterval()]
+            if short_turns._lock.acquire(timeout=1):
+                short_turns._lock.release()
+                with short_turns:
+                    found.append(sys.getswitchinterval())
+                found.append(sys.getswitchinterval())
+            os._exit(found != [5e-3, TURN_S, 5e-3])
+    assert os.waitpid(pid, 0)[1] == 0
+    leave.set()
+    thread.join(5)
+    assert sys.getswitchinterval() == pytest.approx(5e-3)
