@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import Final, final
 
-TURN_S: Final = 1e-3
+TURN_S: Final = 1e-4
 """How long a thread then keeps the interpreter while another waits for it."""
 _ROUNDS_DOWN_S = 5e-7  # what is set is cut to whole microseconds
 
