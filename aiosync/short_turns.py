@@ -13,7 +13,11 @@ import threading
 from typing import Final, final
 
 TURN_S: Final = 1e-4
-"""How long a thread then keeps the interpreter while another waits for it."""
+"""How long a thread then keeps the interpreter while another waits for it.
+
+Whenever it is let go of, as by each write to a socket, that wait begins anew: it has to be a
+fraction of what lies between two such calls.
+"""
 _ROUNDS_DOWN_S = 5e-7  # what is set is cut to whole microseconds
 
 
