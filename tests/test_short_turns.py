@@ -88,7 +88,7 @@ def test_a_forked_child_has_nobody_inside():
                 with short_turns:
                     found.append(sys.getswitchinterval())
                 found.append(sys.getswitchinterval())
-            os._exit(found != [5e-3, TURN_S, 5e-3])
+            os._exit([round(each, 5) for each in found] != [5e-3, TURN_S, 5e-3])
     assert os.waitpid(pid, 0)[1] == 0
     leave.set()
     thread.join(5)
