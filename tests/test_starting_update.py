@@ -241,6 +241,21 @@ async def test_a_client_that_does_more_at_the_start_is_asked_to(how):
         assert client.starts == 2
 
 
+async def test_a_client_of_ones_own_that_starts_as_ours_does_starts_with_the_update():
+    class Named(aiosync.testing.DirectClient):
+        label = "mine"
+
+    async with together() as pair:
+        methods = []
+
+        async def before(method):
+            methods.append(method)
+
+        pair.trainer.links[0].client = Named(pair.worker, before=before)
+        await pair.assert_next_round_works()
+        assert "start_weight_update" not in methods
+
+
 class Guarded:
     """A worker engine behind somebody's own object, which is what is served."""
 
