@@ -216,7 +216,7 @@ class GenerationGate(Floor):
     @property
     def swaps_at_once(self) -> bool:
         """Whether a `swap` would have nobody to wait for."""
-        is_ours = type(self).swap is GenerationGate.swap
+        is_ours = type(self) is GenerationGate  # else any part of it may wait
         return is_ours and self._swap is None and not self._active
 
     def adopt(self, tag: WeightsTag) -> None:

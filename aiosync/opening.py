@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Fenced, InvalidTransition
@@ -13,6 +13,8 @@ from aiosync.weight_targets import MODEL
 
 if TYPE_CHECKING:
     from aiosync.round import Round
+
+_START = "start_weight_update"
 
 
 async def start(round: Round) -> None:
@@ -49,8 +51,16 @@ def may_start_with_update(round: Round) -> bool:
         return False
     link, settings = round.links[0], round.settings
     is_able = link.speaks_ours and link.peer is not None and STARTS in link.peer.features
+    is_able = is_able and _starts_plainly(link.client)
     is_plain = round.target == MODEL and settings.pause is None and not settings.around
     has_begun_again = round.has_moved or round.recovered
     # A member that does not answer is noticed as soon as by a start of its own.
     is_limited = budget.stall <= (budget.admit or DEFAULTS.admit_s)
     return is_able and is_plain and is_limited and can_begin_again(round) and not has_begun_again
+
+
+def _starts_plainly(client: Any) -> bool:
+    """Whether a start is a method of ours: somebody's own one may do more than to hand it on."""
+    method = getattr(type(client), _START, None)
+    is_ours = getattr(method, "__module__", "").partition(".")[0] == __package__
+    return is_ours and _START not in getattr(client, "__dict__", {})

@@ -99,8 +99,12 @@ class Holds:
         await round.attendance.call(links, self._take, phase="pause", linger=linger)
 
     def start_clocks(self) -> None:
-        """The members have answered `start`: what they measure from here on is the round's."""
-        for link in self._round.present:
+        """The members have answered `start`: what they measure from here on is the round's.
+
+        One that starts with the update has not: its last answer is of before the round, and where
+        its clock stood then is in the next one (`seconds`).
+        """
+        for link in [] if self._round.starts_with_update else self._round.present:
             self._read_clock(link)
 
     async def lift_all(self, *, seconds: float) -> None:

@@ -18,7 +18,7 @@ from aiosync.asgi import ASGIApp
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import AiosyncError, Unauthorized, Validation
 from aiosync.event_stream import EventStreams
-from aiosync.messages import ErrorInfo, RoundHeader, error_info, error_type
+from aiosync.messages import STARTS, ErrorInfo, RoundHeader, error_info, error_type
 from aiosync.route_types import Request, Response, ServedEngine, read_headers
 from aiosync.routes import Handlers
 from aiosync.tokens import check_token, is_authorized
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from aiosync.messages import PeerState
     from aiosync.worker import WeightTransferEngine
 
 __all__ = ["Response", "ServedEngine", "WeightUpdateService"]
@@ -256,6 +257,18 @@ class WeightUpdateService:
         )
         return self._respond(info.status, {"error": info}, headers, extra)
 
+    def _peer(self) -> PeerState:
+        """What the engine says of itself, as far as it holds for what is served.
+
+        An object of somebody's own in front of it may do more at a start than hand it on.
+        """
+        peer = self.engine.peer_state()
+        start = getattr(type(self.engine), "start_weight_update", None)
+        if STARTS not in peer.features or getattr(start, "is_override", False):
+            return peer
+        features = [name for name in peer.features if name != STARTS]
+        return msgspec.structs.replace(peer, features=features)
+
     def _respond(
         self,
         status: int,
@@ -263,7 +276,7 @@ class WeightUpdateService:
         headers: Mapping[str, str],
         extra: dict[str, str] | None = None,
     ) -> Response:
-        reply = {**reply, "aiosync": self.engine.peer_state()}
+        reply = {**reply, "aiosync": self._peer()}
         packed = codec.accepts_msgpack(headers.get("accept"))
         return Response(
             status=status,

@@ -191,7 +191,7 @@ class Session:
         What it raises ends the session like the error of any job.
 
         Args:
-            later: What is done in its stead where something is in hand.
+            later: What is done in its stead where something is in hand, or it returned False.
         """
         errors: list[BaseException] = []
 
@@ -203,10 +203,11 @@ class Session:
         ended = self.over or self._closing or self._reason is not None
         if not (ended or self._current or self._waiting or key in self._named):
             try:
-                fn()
+                is_done = fn() is not False or later is None
             except BaseException as error:  # noqa: BLE001  raised by the job
                 errors.append(error)
-            else:
+                is_done = False
+            if is_done:
                 self.touch()
                 self._named[key] = done = _Job(job)
                 done.done.set()

@@ -136,6 +136,8 @@ def can_begin_again(round: Round) -> bool:
 async def _could_not_start(round: Round, error: AiosyncError) -> bool:
     """Whether the update found a worker that has to be initialised before it can start a round."""
     is_refusal = isinstance(error, Fenced | InvalidTransition) and error.phase == "start"
+    # An older release that came back under the address knows no header that says so.
+    is_refusal = is_refusal or (isinstance(error, Validation) and isinstance(error, RemoteError))
     if not (round.starts_with_update and is_refusal):
         return False
     with anyio.move_on_after(round.seconds_left):

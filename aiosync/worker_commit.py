@@ -11,7 +11,7 @@ import anyio
 
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Coverage, PhaseTimeout
-from aiosync.overrides import is_instant
+from aiosync.overrides import drive, is_instant
 from aiosync.session import stopped
 from aiosync.sinks import InPlaceSink
 from aiosync.version import label_of, next_version, renamed, weights_id
@@ -20,7 +20,7 @@ from aiosync.worker_deferring import Defers
 from statemachines.tables import State, Trigger, Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from aiosync.messages import RoundHeader
     from aiosync.session import Session
@@ -56,18 +56,34 @@ class Ending:
     def is_instant(self, bare: Callable[..., Any]) -> bool:
         """Whether `commit` waits for nobody and blocks nowhere."""
         cycle, engine = self.cycle, self.cycle.engine
-        generation, sink = engine.generation, cycle.sink
+        sink = cycle.sink
         return (
             self.is_prepared
             and type(engine).drain_pending is Defers.drain_pending
             and is_instant(bare)
             and isinstance(sink, InPlaceSink)
             and sink.commits_at_once
-            and not engine.machine.is_gated(Trigger.COMPLETE)
-            and not cycle.driven.decides
-            and generation.swaps_at_once
-            and not (cycle.aim == MODEL and generation.cache.flushes)
+            and self._waits_for_nobody
         )
+
+    @property
+    def _waits_for_nobody(self) -> bool:
+        cycle, engine = self.cycle, self.cycle.engine
+        gate = engine.generation
+        asks = engine.machine.is_gated(Trigger.COMPLETE) or cycle.driven.decides
+        flushes = cycle.aim == MODEL and gate.cache.flushes
+        return gate.swaps_at_once and not asks and not flushes
+
+    def commit_now(self, commit: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """`commit`, in this very step; False where that cannot be after all.
+
+        Others' hooks see the flip that comes first, and may add a gate there.
+        """
+        self.finalize()
+        if not self._waits_for_nobody:
+            return False
+        drive(commit(), "commit")
+        return True
 
     def finalize(self) -> None:
         """The round's input is complete."""

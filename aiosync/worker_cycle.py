@@ -18,7 +18,7 @@ from aiosync.driven import DrivenRounds
 from aiosync.errors import AiosyncError, Fenced, RoundCancelled, Validation
 from aiosync.foreign import LeftBehind, all_ended
 from aiosync.lane_calls import LaneCalls
-from aiosync.overrides import bare_of, call_instant, call_step, drive, is_instant
+from aiosync.overrides import bare_of, call_instant, call_step, is_instant
 from aiosync.ownership import Ownership
 from aiosync.session import Session
 from aiosync.version import check_label, check_successor, label_of
@@ -67,7 +67,7 @@ class WorkerCycle:
         self.left = LeftBehind()
         """Async steps that did not end when they were cancelled."""
         self._closing = False
-        self._paused_before = (0, 0.0)
+        self._paused_before = (0, 0, 0.0)  # epoch, round, seconds
 
     # -- the steps -------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class WorkerCycle:
         except BaseException:  # it did not begin after all
             self.aim_back()
             raise
-        self._paused_before = (number, engine.generation.seconds_paused)
+        self._paused_before = (self.ownership.epoch, number, engine.generation.seconds_paused)
         self.driven.began(header)
         self.target, self.header = target, header
         self.calls = LaneCalls()
@@ -195,7 +195,8 @@ class WorkerCycle:
         self.ending.note_limit(header)
         commit = functools.partial(self.ending.commit, bare, session, weight_version)
         if self.ending.is_instant(bare):
-            await session.do_now(lambda: drive(commit(), "commit"), key="finish", later=commit)
+            now = functools.partial(self.ending.commit_now, commit)
+            await session.do_now(now, key="finish", later=commit)
         else:
             await session.do(commit, key="finish")
         await session.wait_over()
@@ -257,8 +258,9 @@ class WorkerCycle:
     @property
     def paused_before(self) -> float | None:
         """How long generation had stood still when the last round began, in seconds."""
-        number, seconds = self._paused_before
-        return seconds if number == self.ownership.last_round else None
+        epoch, number, seconds = self._paused_before
+        is_last = (epoch, number) == (self.ownership.epoch, self.ownership.last_round)
+        return seconds if is_last else None
 
     # -- inside ----------------------------------------------------------------------------------
 

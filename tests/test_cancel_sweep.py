@@ -10,6 +10,7 @@ import sweep
 
 from aiosync import opening
 from aiosync.opening import may_start_with_update
+from aiosync.worker_commit import Ending
 
 pytestmark = pytest.mark.asyncio
 
@@ -62,11 +63,33 @@ async def test_cancelled_or_broken_where_the_update_starts_the_round(
         return together[-1]
 
     monkeypatch.setattr(opening, "may_start_with_update", judge)
+    # The rig's client hands each call on as it is.
+    monkeypatch.setattr(opening, "_starts_plainly", lambda client: True)
     async with sweep.rig(backend, monkeypatch) as it:
         monkeypatch.setattr(type(it.trainer), "starts_with_update", True)
         together.clear()
         await sweep.sweep(it, scene, how, TURNS)
         assert sum(together) >= len(TURNS)
+
+
+@pytest.mark.parametrize("how", ["scope", *sweep.NATIVE, "session", "hook"])
+@pytest.mark.parametrize(
+    "scene", [pytest.param(s, id=str(s)) for b, s in ROUNDS if b == "ipc" and s.side == "worker"]
+)
+async def test_cancelled_or_broken_where_a_round_is_two_steps(scene, how, monkeypatch):
+    """The update starts it, and the commit is done where it is asked for."""
+    done = []
+    original = Ending.commit_now
+
+    def commit_now(self, commit):
+        done.append(original(self, commit))
+        return done[-1]
+
+    monkeypatch.setattr(Ending, "commit_now", commit_now)
+    async with sweep.rig("ipc", monkeypatch, sink="in_place", tapped=False) as it:
+        monkeypatch.setattr(type(it.trainer), "starts_with_update", True)
+        await sweep.sweep(it, scene, how, TURNS)
+    assert sum(done) >= len(TURNS)
 
 
 @pytest.mark.parametrize("how", [*sweep.FAULTS, "session"])

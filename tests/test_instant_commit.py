@@ -113,6 +113,37 @@ async def test_a_commit_that_may_block_is_the_lanes(instant, sink):
         assert instant == [False]
 
 
+async def test_a_gate_that_comes_with_the_flip_is_asked(monkeypatch):
+    async with looped(sink="in_place") as pair:
+        asked = []
+
+        async def check(context):
+            await asyncio.sleep(0.01)
+            asked.append(context.state)
+
+        def note(transition):
+            if transition.dest == State.FINALIZING:
+                pair.worker.gate("complete", check)
+
+        pair.worker.on_transition(note)
+        link = pair.trainer.links[0]
+        monkeypatch.setattr(type(link), "has_verified", lambda self, round: True)  # no prepare
+        await pair.assert_next_round_works()
+        assert asked == ["finalizing"]
+
+
+async def test_a_gate_of_generation_of_ones_own_may_wait(instant):
+    class Slow(aiosync.GenerationGate):
+        async def renew_cache(self, weights_id):
+            await asyncio.sleep(0.01)
+            await super().renew_cache(weights_id)
+
+    async with looped(sink="in_place") as pair:
+        pair.worker.generation = Slow()
+        await pair.assert_next_round_works()
+        assert instant == [False]
+
+
 async def test_deferred_work_of_an_engine_of_ones_own_is_waited_for(instant, monkeypatch):
     drained = []
 

@@ -512,6 +512,23 @@ async def test_what_is_not_done_at_once_may_be_done_in_another_way():
         assert steps == ["later", "now"]
 
 
+async def test_what_finds_that_it_has_to_wait_after_all_is_done_in_its_turn():
+    async with running() as (session, _, _):
+        steps = []
+
+        async def later():
+            await settled()
+            steps.append("later")
+
+        def now():
+            steps.append("now")
+            return False
+
+        await session.do_now(now, key="finish", later=later)
+        await session.do_now(now, key="finish", later=later)
+        assert steps == ["now", "later"]
+
+
 @pytest.mark.parametrize("begun", [False, True])
 async def test_an_error_of_what_awaits_nothing_ends_the_session(begun):
     def bad():

@@ -11,6 +11,7 @@ from by_hand import ByHand, by_hand, header, owned, values
 from fake_gpu import FakeMemory
 from looped import BUDGET, change, looped
 from lossy import lossy
+from msgspec import UNSET
 from processes import replica
 
 import aiosync
@@ -202,6 +203,93 @@ async def test_a_trainer_that_must_not_recover_starts_by_itself():
         assert phases(pair) == SEPARATE
 
 
+class Counting(aiosync.testing.DirectClient):
+    """Somebody's, who does more when a round starts."""
+
+    starts = 0
+
+    async def start_weight_update(self, *, header=None):
+        self.starts += 1
+        return await super().start_weight_update(header=header)
+
+
+class Wrapped:
+    """Hands on all but the start."""
+
+    def __init__(self, client):
+        self._client = client
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    def __dir__(self):
+        return dir(self._client)
+
+
+@pytest.mark.parametrize("how", ["subclass", "wrapper", "instance"])
+async def test_a_client_that_does_more_at_the_start_is_asked_to(how):
+    async with together() as pair:
+        link = pair.trainer.links[0]
+        link.client = client = Counting(pair.worker)
+        if how == "wrapper":
+            link.client = Wrapped(client)
+        elif how == "instance":
+            link.client = aiosync.testing.DirectClient(pair.worker)
+            link.client.start_weight_update = client.start_weight_update
+        for _ in range(2):
+            await pair.assert_next_round_works()
+        assert client.starts == 2
+
+
+async def test_a_client_of_ones_own_that_starts_as_ours_does_starts_with_the_update():
+    class Named(aiosync.testing.DirectClient):
+        label = "mine"
+
+    async with together() as pair:
+        methods = []
+
+        async def before(method):
+            methods.append(method)
+
+        pair.trainer.links[0].client = Named(pair.worker, before=before)
+        await pair.assert_next_round_works()
+        assert "start_weight_update" not in methods
+
+
+class Guarded:
+    """A worker engine behind somebody's own object, which is what is served."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.starts = 0
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    async def start_weight_update(self, *, header=None):
+        self.starts += 1
+        await self._engine.start_weight_update(header=header)
+
+
+async def test_what_is_served_in_front_of_an_engine_is_asked_to_start(monkeypatch):
+    monkeypatch.setattr(aiosync.IPCTrainerWeightTransferEngine, "starts_with_update", True)
+    ours, theirs = models.make("small", 1), models.make("small", 2)
+    engine = aiosync.IPCWeightTransferEngine(
+        aiosync.WeightTransferConfig("ipc"), None, "cpu", theirs
+    )
+    guarded = Guarded(engine)
+    async with (
+        engine,
+        aiosync.serve(guarded, port=0) as server,
+        aiosync.connect(ours, workers=[server.url], backend="ipc") as sync,
+    ):
+        for _ in range(2):
+            change(ours)
+            await sync.send_weights(budget=BUDGET)
+        assert guarded.starts == 2
+        assert models.fingerprint(ours) == models.fingerprint(theirs)
+
+
 # -- a worker that refuses to start
 
 
@@ -317,6 +405,25 @@ async def test_a_worker_that_was_shut_down_from_elsewhere_is_initialised_again()
         await pair.worker.shutdown()
         report = await pair.assert_next_round_works()
         assert report.recovered
+
+
+async def test_one_that_came_back_as_an_older_release_is_started_by_itself(monkeypatch):
+    async with together() as pair:
+        new = await restart(pair)
+        update = new.update_weights
+
+        async def refuse_what_it_does_not_know(info, *, header=None):
+            if header.starts is not UNSET:
+                text = "$.aiosync: Object contains unknown field `starts`"
+                raise Validation(text, detail={"path": "$.aiosync"})
+            await update(info, header=header)
+
+        new.update_weights = refuse_what_it_does_not_know
+        monkeypatch.setattr("aiosync.worker_state.STARTS", "something else")
+        report = await pair.assert_next_round_works()
+        assert report.recovered
+        await pair.assert_next_round_works()
+        await new.aclose()
 
 
 async def test_one_that_restarts_again_and_again_ends_the_round():
@@ -468,6 +575,31 @@ async def test_seconds_paused_are_those_of_this_round(sink):
         report = await pair.assert_next_round_works()
         assert before >= 0.3
         assert 0 < report.pause_seconds <= gate.seconds_paused - before
+
+
+async def test_a_round_that_is_begun_again_paused_only_since_it_began():
+    async with together() as pair:
+        gate = pair.worker.generation
+        hold = gate.hold("keep", owner="operator")
+        await asyncio.sleep(0.3)
+        hold.release()
+        before = gate.seconds_paused
+        await pair.worker.shutdown()
+        report = await pair.assert_next_round_works()
+        assert report.recovered
+        assert 0 < report.pause_seconds <= gate.seconds_paused - before
+
+
+async def test_another_owners_round_is_not_taken_for_one_that_began():
+    async with by_hand() as engine:
+        await owned(engine)
+        await engine.start_weight_update(header=header(engine, 1, 1))
+        assert engine.peer_state().detail["paused_before"] == 0
+        await engine.abort_weight_update(header=header(engine, 1))
+        await owned(engine, "other")
+        await engine.abort_weight_update("too late", header=header(engine, 1, 1))
+        assert engine.peer_state().detail["round"] == 1
+        assert engine.peer_state().detail["paused_before"] is None
 
 
 async def test_a_round_that_did_not_begin_there_paused_nothing():
