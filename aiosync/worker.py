@@ -253,6 +253,11 @@ class WeightTransferEngine(
         info: Update = parse_info(self.update_info_cls, update_info, what="update_info")
         return info
 
+    @property
+    def updates_plainly(self) -> bool:
+        """Whether nobody's code runs before an update has found its round."""
+        return type(self).update_weights is WeightTransferEngine.update_weights
+
     def touch(self, header: RoundHeader | None) -> None:
         """Renew the lease of the open round, and of a hold, if they are `header`'s owner's."""
         self.pausing.renew(header)

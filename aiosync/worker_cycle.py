@@ -253,7 +253,8 @@ class WorkerCycle:
         """
         engine = self.engine
         bare = bare_of(type(engine), "start_weight_update")
-        return is_instant(bare) and not engine.machine.is_gated(Trigger.START)
+        is_gated = engine.machine.is_gated(Trigger.START)
+        return is_instant(bare) and engine.updates_plainly and not is_gated
 
     @property
     def paused_before(self) -> float | None:

@@ -175,6 +175,23 @@ async def test_a_worker_whose_start_waits_for_others_code_does_not_say_that_it_c
         assert STARTS not in engine.peer_state().features
 
 
+async def test_a_worker_that_does_more_with_an_update_is_started_before_it():
+    class Noting(aiosync.LoopbackWeightTransferEngine):
+        async def update_weights(self, update_info, *, header=None):
+            states.append(self.state)
+            await super().update_weights(update_info, header=header)
+
+    states = []
+    async with together() as pair:
+        pair.workers[0].__class__ = Noting
+        await pair.assert_next_round_works()  # what it says is known from the answer before
+        pair.calls.clear()
+        states.clear()
+        await pair.assert_next_round_works()
+        assert phases(pair) == SEPARATE
+    assert states == [State.UPDATING]
+
+
 @pytest.mark.parametrize(
     "options",
     [
