@@ -65,7 +65,7 @@ async def test_a_mark_is_waited_for_without_blocking_the_loop():
         await wait_event(mark)
         group.cancel_scope.cancel()
     assert len(mark.asked) == 6
-    assert turns > 5
+    assert turns > 1  # none, were the loop blocked
 
 
 @pytest.mark.anyio
