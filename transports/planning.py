@@ -254,7 +254,8 @@ def _are_sound(sizes: tuple[int, ...], itemsizes: tuple[int, ...]) -> bool:
 def _check_each(
     sizes: tuple[int, ...], itemsizes: tuple[int, ...], names: Sequence[str] | None
 ) -> None:
-    for tensor, (size, itemsize) in enumerate(zip(sizes, itemsizes, strict=True)):
+    pairs = zip(sizes, itemsizes, strict=True)
+    for tensor, (size, itemsize) in enumerate(pairs):  # pragma: no branch - one is wrong
         # type() and not isinstance(): a bool is no size
         if type(itemsize) is not int or not 0 < itemsize <= _MAX:
             _refuse(tensor, names, f"itemsize must be a positive int, not {itemsize!r}")
