@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -26,7 +27,9 @@ def test_turns_are_short_inside_and_as_before_outside():
     assert sys.getswitchinterval() == pytest.approx(5e-3)
 
 
-def test_the_last_of_several_threads_puts_it_back():
+@contextmanager
+def another_inside():
+    """A thread that works in short turns for as long as the block lasts."""
     inside, leave = threading.Event(), threading.Event()
 
     def work():
@@ -35,17 +38,25 @@ def test_the_last_of_several_threads_puts_it_back():
             leave.wait(5)
 
     thread = threading.Thread(target=work)
-    with short_turns:
-        thread.start()
+    thread.start()
+    try:
         assert inside.wait(5)
-    assert sys.getswitchinterval() == pytest.approx(TURN_S, rel=0.02)
-    leave.set()
-    thread.join(5)
+        yield
+    finally:
+        leave.set()
+        thread.join(5)
+
+
+def test_the_last_of_several_threads_puts_it_back():
+    with ExitStack() as stack:
+        with short_turns:
+            stack.enter_context(another_inside())
+        assert sys.getswitchinterval() == pytest.approx(TURN_S, rel=0.02)
     assert sys.getswitchinterval() == pytest.approx(5e-3)
 
 
 def test_turns_that_are_shorter_stay():
-    sys.setswitchinterval(1e-4)
+    sys.setswitchinterval(5e-5)
     before = sys.getswitchinterval()
     with short_turns:
         assert sys.getswitchinterval() == before
@@ -69,17 +80,8 @@ def test_what_somebody_sets_meanwhile_stays():
 
 @pytest.mark.filterwarnings("ignore:.*fork")  # of a process with threads
 def test_a_forked_child_has_nobody_inside():
-    inside, leave = threading.Event(), threading.Event()
-
-    def work():
-        with short_turns:
-            inside.set()
-            leave.wait(5)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert inside.wait(5)
-    with short_turns._lock:  # held by a thread that the child does not have
+    # The lock is held by a thread that the child does not have.
+    with another_inside(), short_turns._lock:
         pid = os.fork()
         if pid == 0:
             found = [sys.getswitchinterval()]
@@ -89,7 +91,5 @@ def test_a_forked_child_has_nobody_inside():
                     found.append(sys.getswitchinterval())
                 found.append(sys.getswitchinterval())
             os._exit([round(each, 5) for each in found] != [5e-3, TURN_S, 5e-3])
-    assert os.waitpid(pid, 0)[1] == 0
-    leave.set()
-    thread.join(5)
+        assert os.waitpid(pid, 0)[1] == 0
     assert sys.getswitchinterval() == pytest.approx(5e-3)
