@@ -28,7 +28,7 @@ from transports.errors import (
     TransportAborted,
 )
 from transports.planning import ALIGNED, plan_chunks
-from transports.pointer_copy import tiles_of
+from transports.pointer_copy import AddressColumn, tiles_of
 from transports.pointer_digest import PointerDigest
 from transports.shm_messages import Handles, Hello, encode
 from transports.stream import Run
@@ -481,6 +481,15 @@ def test_both_sides_lay_out_alike():
     assert [chunk.nbytes for chunk in layout.ring.chunks] == [4096, 1032]
     assert layout.slot_nbytes == 4096
     assert [list(run) for run in DeviceLayout(plan, range(5)).batches(5000)] == [[0, 1, 2], [3, 4]]
+
+
+def test_a_column_of_addresses_is_kept_while_they_are_the_same():
+    column = AddressColumn(torch.device("cpu"))
+    first = column.of([2**62, 7])
+    assert first.tolist() == [2**62, 7]
+    assert column.of([2**62, 7]) is first
+    assert column.of([7]).tolist() == [7]
+    assert column.of([2**62, 7]).tolist() == [2**62, 7]
 
 
 def test_what_is_read_in_place_comes_in_runs_that_grow_and_shrink():

@@ -94,6 +94,24 @@ def tiles_of(nbytes: Sequence[int], tile: int) -> tuple[torch.Tensor, torch.Tens
 
 
 @final
+class AddressColumn:
+    """Addresses as a table on the device, which is kept while they are the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: list[int] | None = None
+        self._column = torch.empty(0, dtype=torch.int64)
+
+    def of(self, addresses: list[int]) -> torch.Tensor:
+        """One int64 for each; the copy to the device is queued on the current stream."""
+        if addresses != self._known:
+            column = torch.tensor(addresses, dtype=torch.int64)
+            self._column = column.to(self._device, non_blocking=True)
+        self._known = addresses  # the same objects again compare at once
+        return self._column
+
+
+@final
 class PointerCopy:
     """Copies of these sizes, again and again, perhaps between other addresses.
 
@@ -107,7 +125,7 @@ class PointerCopy:
         self._tiles = len(which)
         self._sizes = torch.tensor(list(nbytes), dtype=torch.int64, device=device)
         self._which, self._starts = which.to(device), starts.to(device)
-        self._columns: list[tuple[list[int], torch.Tensor] | None] = [None, None]
+        self._to, self._from = AddressColumn(device), AddressColumn(device)
 
     def __call__(self, to: list[int], out_of: list[int], *, gently: bool = False) -> None:
         """Queue the copies on the current stream; all memory must stay until they are done.
@@ -115,7 +133,7 @@ class PointerCopy:
         Args:
             gently: Leave room for what runs beside it, which a copy at full speed would hold up.
         """
-        columns = (self._column(0, to), self._column(1, out_of))
+        columns = (self._to.of(to), self._from.of(out_of))
         with torch.cuda.device(self._device):  # a launch goes to the thread's own device
             _kernel(self._device)(
                 grid=(min(self._tiles, _GENTLE) if gently else self._tiles, 1, 1),
@@ -123,12 +141,3 @@ class PointerCopy:
                 args=[*columns, self._sizes, self._which, self._starts, self._tiles],
                 stream=torch.cuda.current_stream(self._device),
             )
-
-    def _column(self, side: int, addresses: list[int]) -> torch.Tensor:
-        known = self._columns[side]
-        if known is not None and known[0] == addresses:
-            column = known[1]
-        else:
-            column = torch.tensor(addresses, dtype=torch.int64).to(self._device, non_blocking=True)
-        self._columns[side] = (addresses, column)  # the same objects again compare at once
-        return column

@@ -15,7 +15,7 @@ import torch
 
 from transports.device_digest import DeviceDigests
 from transports.digest import WSUM64_CHAIN, wsum64_weights
-from transports.pointer_copy import tiles_of
+from transports.pointer_copy import AddressColumn, tiles_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -125,7 +125,7 @@ class PointerDigest:
         self._nbytes = list(nbytes)
         self._bytes_at = bytes_at
         self._has_kernel = pointer_digests(device) if has_kernel is None else has_kernel
-        self._column: tuple[list[int], torch.Tensor] | None = None
+        self._column = AddressColumn(device)
         if self._has_kernel:
             self._make_tables()
 
@@ -148,7 +148,7 @@ class PointerDigest:
         values = self._sizes.clone()
         if self._tiles:
             weights = wsum64_weights(self._device)
-            column = self._addresses(addresses)
+            column = self._column.of(addresses)
             tables = (column, self._sizes, self._which, self._starts)
             with torch.cuda.device(self._device):  # a launch goes to the thread's own device
                 _kernel(self._device)(
@@ -158,15 +158,6 @@ class PointerDigest:
                     stream=torch.cuda.current_stream(self._device),
                 )
         return values
-
-    def _addresses(self, addresses: list[int]) -> torch.Tensor:
-        known = self._column
-        if known is not None and known[0] == addresses:
-            column = known[1]
-        else:
-            column = torch.tensor(addresses, dtype=torch.int64).to(self._device)
-        self._column = (addresses, column)  # the same objects again compare at once
-        return column
 
     def _by_torch(self, addresses: list[int]) -> torch.Tensor:
         assert self._bytes_at is not None, "no kernel, and no way to look at an address"
