@@ -1,10 +1,10 @@
 """One round on the trainer: admit, start, transfer, prepare, finish, report.
 
-The path of a round is `Round.run`. Everything up to `_start` moves nothing and leaves the engine's
-state alone when it fails. From `_start` on, leaving by any exception, cancellation included, goes
-through `aiosync.giving_up`: the data plane has been aborted by then, the members are told, and the
-engine flips to ``initialized`` (all members confirmed that their weights are intact and the channel
-can carry another round) or to ``failed``. Sending finish is the point of no return.
+The path of a round is `Round.run`. Everything up to `_carry_out` moves nothing and leaves the
+engine's state alone when it fails. From there on, leaving by any exception, cancellation included,
+goes through `aiosync.giving_up`: the data plane has been aborted by then, the members are told, and
+the engine flips to ``initialized`` (all members confirmed that their weights are intact and the
+channel can carry another round) or to ``failed``. Sending finish is the point of no return.
 """
 
 from __future__ import annotations
