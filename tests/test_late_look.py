@@ -480,6 +480,23 @@ def test_two_engines_of_one_source_do_not_share_a_look():
     assert all(map(operator.is_, late, at_once))
 
 
+def test_a_look_ends_with_what_is_not_sent(memory):
+    net = model()
+    *sent, kept = [name for name, _ in net.named_parameters()]
+    source = aiosync.ModuleSource(net, rename=lambda name: name if name in sent else None)
+    feed = SourceFeed(source)
+    for _ in range(KNOWN):
+        source.notice_changes()
+        feed.look()
+        source.forget_tensors()
+    assert source.look_late()
+    feed.look()
+    owner, _, leaf = kept.rpartition(".")
+    setattr(net.get_submodule(owner), leaf, nn.Parameter(torch.ones(4, 4)))
+    with pytest.raises(aiosync.Validation, match="not as it was"):
+        list(feed.iter_plain())
+
+
 def tie(net):
     net[-1].two.weight = net[-2].two.weight
 

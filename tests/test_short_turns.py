@@ -64,7 +64,7 @@ def test_turns_that_are_shorter_stay():
 
 
 def test_what_is_put_back_does_not_drift():
-    sys.setswitchinterval(3.3e-3)
+    sys.setswitchinterval(1.0025e-3)
     before = sys.getswitchinterval()
     for _ in range(100):
         with short_turns:
