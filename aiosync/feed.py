@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
@@ -24,12 +25,13 @@ from aiosync.metadata import (
     to_wire,
     validate_metadata,
 )
+from aiosync.short_turns import short_turns
 from aiosync.sources import WeightSource
 from statemachines.errors import Validation
 from transports.stream import Run
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator
+    from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 
     from aiosync.glance import Looking
     from aiosync.metadata import ParamMeta
@@ -80,7 +82,8 @@ class SourceFeed:
 
     def announces(self, metadata: Iterable[ParamMeta]) -> bool:
         """Whether `metadata` is what this feed was made from; a list may change in place."""
-        return list(metadata) == self.announced
+        # A list as it is: a copy counts each entry, and those are in no cache by now.
+        return (metadata if isinstance(metadata, list) else list(metadata)) == self.announced
 
     @cached_property
     def digest(self) -> str:
@@ -90,9 +93,14 @@ class SourceFeed:
     @cached_property
     def wire_digest(self) -> str:
         """Of what the workers are told; owners and meshes are the trainer's own."""
-        if all(meta.owners is None for meta in self.metadata):
+        if not self.has_owners:
             return self.digest  # they are told all of it
         return metadata_digest(from_wire(*to_wire(self.metadata)))
+
+    @cached_property
+    def has_owners(self) -> bool:
+        """Whether some tensors are not on every trainer rank."""
+        return any(meta.owners is not None for meta in self.metadata)
 
     @property
     def is_async(self) -> bool:
@@ -171,21 +179,35 @@ class SourceFeed:
         self.plain = self.addresses = self.looking = None
 
     def iter_plain(self) -> Generator[Run]:
-        """The pass that `look` found, a layer group at a time, or as far as a look has come.
+        """The pass that `look` found: as many layer groups as went before, at least one.
+
+        Or as far into a group as a look has come.
 
         Raises:
             Validation: The source is not as it was; see `settling.may_look_late`.
         """
         tensors, addresses, looking, at = self.plain or [], self.addresses, self.looking, 0
         self.forget()
-        for end in accumulate(self.group_cut()):
-            while at < end:
-                upto, found = end, tensors[at:end]
-                if looking is not None:
-                    upto = self._reached(looking, at)
-                    found = looking.tensors(at, upto)
-                yield Run(at, found, None if addresses is None else addresses[at:upto])
-                at = upto
+        # All along, not step by step: a thread that begins to wait between two steps, as each write
+        # to a socket has it do, waits for as long as the setting says at that moment.
+        with nullcontext() if looking is None else short_turns:
+            for end in self._graded_ends() if looking is None else accumulate(self.group_cut()):
+                while at < end:
+                    upto, found = end, tensors[at:end]
+                    if looking is not None:
+                        upto = self._reached(looking, at)
+                        found = looking.tensors(at, upto)
+                    yield Run(at, found, None if addresses is None else addresses[at:upto])
+                    at = upto
+
+    def _graded_ends(self) -> Iterator[int]:
+        """Where runs of whole groups end, that grow: the first one is soon on its way."""
+        ends = list(accumulate(self.group_cut()))
+        at = 1
+        while at < len(ends):
+            yield ends[at - 1]
+            at *= 2
+        yield from ends[-1:]
 
     def _reached(self, looking: Looking, at: int) -> int:
         """Up to where tensors are known, beyond `at`; the last ones with all of the module."""

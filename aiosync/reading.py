@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from aiosync.feed import SourceFeed
 
 _COUNT = attrgetter("_version")  # torch has no other public form
-_MOST = 2048
-"""How many tensors are asked, about: a millisecond's worth."""
+_MOST = 1024
+"""How many tensors are asked, about: half a millisecond's worth."""
 
 
 @final
@@ -54,11 +54,16 @@ class Reading:
         self.note(tensors or ())
 
     @classmethod
-    def of(cls, feed: SourceFeed) -> Self | None:
-        """What a pass over `feed` would read, on the thread that runs the source; may be None."""
+    def of(cls, feed: SourceFeed, *, late: bool = False) -> Self | None:
+        """What a pass over `feed` would read, on the thread that runs the source; may be None.
+
+        Args:
+            late: Nothing is read before `note` is told of it.
+        """
         if feed.plain is not None or feed.looking is not None:
             metadata = feed.metadata
-            return cls(len(metadata), lambda: [meta.name for meta in metadata], feed.plain)
+            known = None if late else feed.plain
+            return cls(len(metadata), lambda: [meta.name for meta in metadata], known)
         if not isinstance(feed.source, ModuleSource):
             return None
         read = {

@@ -71,7 +71,8 @@ class SourcePass:
         if then is not None:
             then()
         if self._sender is not None:  # readers may read as soon as it is open
-            self._reading = Reading.of(self._feed)
+            late = getattr(self._sender, "reads_when_written", False)
+            self._reading = Reading.of(self._feed, late=late)
         if self._keeper is not None:
             self._keeper.begin(self._feed)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transports.cuda import Mark
     from transports.planning import Plan
     from transports.ring import Ring
-    from transports.stream import StreamSummary
+    from transports.stream import Columns, StreamSummary
 
 
 @final
@@ -36,6 +36,7 @@ class NcclSender(Half):
     _training: Mark = REACHED
     _stays = False
     takes_parameters = True
+    reads_when_written = True
 
     def abort(self) -> None:
         """End the group: whatever is running raises `TransportAborted`; from any thread.
@@ -75,22 +76,21 @@ class NcclSender(Half):
         if not batch:
             return
         try:
-            tensors, addresses = self._taken(batch)
+            columns = self._due(batch)
             here = mark_current(self._device)
             for queue in self._queues:
                 queue.wait(here)  # what the source has queued to make these tensors
-            may_stay = AHEAD
-            while tensors:
+            may_stay, at = AHEAD, 0
+            while at < len(batch):
                 block = ring.blocks[self._at]
                 count = block.end - self._next
-                some, tensors = tensors[:count], tensors[count:]
-                there = None if addresses is None else addresses[:count]
-                addresses = None if addresses is None else addresses[count:]
+                tensors, addresses = self._taken(columns.part(at, at + count))
+                at += count
                 if block.place < 0:
-                    self._send_alone(some[0])
+                    self._send_alone(tensors[0])
                     may_stay = 0
                 else:
-                    self._pack(ring, some, there)
+                    self._pack(ring, tensors, addresses)
             if not self._stays:
                 self._settle(may_stay)
                 self._poll(self._queues[1].record())
@@ -116,16 +116,18 @@ class NcclSender(Half):
         self.progress.step(0)
         return self._summary(self._plan)
 
-    def _taken(
-        self, batch: Sequence[tuple[int, torch.Tensor]]
-    ) -> tuple[Sequence[torch.Tensor], list[int] | None]:
-        """The tensors of a batch, which is what is due, and their addresses, if known."""
-        first, end = self._next, self._next + len(batch)
-        columns, sizes = columns_of(batch), self._plan.sizes
-        indices, tensors, addresses = columns
-        if not columns.are_from(first) or end > len(sizes):
-            due = "nothing" if first >= len(sizes) else f"tensor {first}"
-            raise Validation(f"tensor {indices[0]} was written, {due} is next")
+    def _due(self, batch: Sequence[tuple[int, torch.Tensor]]) -> Columns:
+        """A batch, which is what is due."""
+        first, count, columns = self._next, len(self._plan.sizes), columns_of(batch)
+        if not columns.are_from(first) or first + len(batch) > count:
+            due = "nothing" if first >= count else f"tensor {first}"
+            raise Validation(f"tensor {columns.indices[0]} was written, {due} is next")
+        return columns
+
+    def _taken(self, columns: Columns) -> tuple[Sequence[torch.Tensor], list[int] | None]:
+        """The tensors of a chunk, or a part of it, and their addresses, if known."""
+        _, tensors, addresses = columns
+        first, end, sizes = self._next, self._next + len(tensors), self._plan.sizes
         if addresses is not None and list(map(torch.Tensor.data_ptr, tensors)) != addresses:
             addresses = None  # one was moved since it was looked at
         if addresses is None and tuple(map(NBYTES, tensors)) != sizes[first:end]:

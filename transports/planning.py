@@ -10,7 +10,8 @@ digest. The rules:
 * ``graded``, ours for a broadcast: whole tensors without padding, small chunks at both ends. Before
   the first chunk travels it is packed, and after the last one it is loaded, while nothing is on the
   wire. A chunk has at most half of what went before it, at most half of what comes after it, and
-  no more than the limit; but always a 32nd of the limit, or a tensor.
+  no more than the limit; but always a quarter of the limit, or a tensor: smaller ones would be
+  through before the host has the next one ready.
 * ``each``, vLLM's unpacked broadcast: every tensor is a chunk of its own, whatever its size.
 * ``aligned``, ours: every tensor starts at a multiple of 64 bytes within its chunk and no chunk
   exceeds the limit. A tensor that fits into a chunk is never split; a larger one begins in the
@@ -41,7 +42,7 @@ GRADED = "graded"
 EACH = "each"
 
 ALIGNMENT = 64
-_STEPS = 32  # the limit over the size of the first and last chunks
+_STEPS = 4  # the limit over the size of the first and last chunks
 _MAX = 2**63 - 1  # what a torch size or an int64 on the wire can hold
 
 

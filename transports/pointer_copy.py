@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _TILE = 32 << 10  # bytes that one block of threads copies
 _THREADS = 512
-_GENTLE = 32  # blocks of threads at once: some hundred GB/s, the memory stays free for others
+_GENTLE = 64  # blocks of threads at once: faster than NVLink, and the memory stays free for others
 _SOURCE = """
 extern "C" __global__ void copy_tiles(
     const long long* to, const long long* from, const long long* sizes,
@@ -133,6 +133,8 @@ class PointerCopy:
         Args:
             gently: Leave room for what runs beside it, which a copy at full speed would hold up.
         """
+        if not self._tiles:
+            return
         columns = (self._to.of(to), self._from.of(out_of))
         with torch.cuda.device(self._device):  # a launch goes to the thread's own device
             _kernel(self._device)(

@@ -202,7 +202,8 @@ class Sender(Protocol):
     """The trainer's half.
 
     One that also takes tensors which require gradients (it only reads them) has an attribute
-    ``takes_parameters = True``: a model's tensors then reach it without a new object for each.
+    ``takes_parameters = True``: a model's tensors then reach it without a new object for each. One
+    that reads nothing before it is written has ``reads_when_written = True``.
     """
 
     progress: Progress

@@ -278,5 +278,5 @@ def _stays(feed: SourceFeed) -> bool:
         and type(source).iter_groups is ModuleSource.iter_groups
         and source.session is None
         and source.dtype is None  # a cast, or a gather below, would be held for too long
-        and all(meta.owners is None for meta in feed.metadata)
+        and not feed.has_owners
     )
