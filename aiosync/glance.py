@@ -182,6 +182,12 @@ class Looking:
                 self._step()
         return not self.failed
 
+    def goes_on(self) -> bool:
+        """Look at a few more, a fraction of a millisecond; whether there may be more."""
+        with short_turns:
+            self._step()
+        return not self.failed and not self.is_whole
+
     def reaches(self, count: int) -> bool:
         """Whether the first `count` tensors are as and where they were."""
         if self.known < count:

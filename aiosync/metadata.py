@@ -260,21 +260,29 @@ def sizes_of(metadata: Sequence[ParamMeta]) -> list[int]:
 
 
 class Validated:
-    """`validate_metadata`, which has nothing to do for the very same `ParamMeta`s as last time."""
+    """`validate_metadata`, which has nothing to do for the very same `ParamMeta`s as last time.
 
-    __slots__ = ("_last",)
+    Least where they come in the very same tuple: a look at each takes a while, too.
+    """
+
+    __slots__ = ("_from", "_last")
 
     def __init__(self) -> None:
+        self._from: tuple[Any, ...] | None = None
         self._last: list[ParamMeta] = []
 
     def __call__(self, metadata: Iterable[Any]) -> list[ParamMeta]:
-        """See `validate_metadata`."""
+        """See `validate_metadata`; what it returns is not to be changed."""
+        if self._from is not None and metadata is self._from:
+            return self._last
         metas = list(metadata)
-        # By identity, which is enough: they are frozen. Nobody else has the list that is kept.
+        # By identity, which is enough: they are frozen.
         if len(metas) != len(self._last) or not all(map(is_, metas, self._last)):
-            metas = validate_metadata(metas)
-            self._last = metas.copy()
-        return metas
+            self._last = validate_metadata(metas)
+        self._from = None
+        if isinstance(metadata, tuple) and all(map(is_, metadata, self._last)):
+            self._from = metadata  # nothing in it can change
+        return self._last
 
 
 def _are_sound(names: list[Any]) -> bool:

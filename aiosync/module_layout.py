@@ -37,7 +37,7 @@ class Layout(NamedTuple):
     """What is announced about a module, and how to find it again."""
 
     metadata: list[ParamMeta]
-    announced: tuple[ParamMeta, ...]
+    announced: list[ParamMeta]
     """The same as it was made: somebody may change the list."""
     keys: dict[str, str]
     """The module's own name by announced name."""
@@ -89,7 +89,7 @@ def lay_out(
     else:
         metas = [_describe(name, live[key], dtype) for name, key in keys.items()]
     metadata = validate_metadata(metas)
-    return Layout(metadata, tuple(metadata), keys, aliases, left_out, look or outline(live))
+    return Layout(metadata, metadata.copy(), keys, aliases, left_out, look or outline(live))
 
 
 def _named(

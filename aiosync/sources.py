@@ -214,7 +214,7 @@ class ModuleSource(WeightSource):
         # One that changes in every round would have each of them begin again.
         if self._glance is None or not self._has_stayed or not self._is_plain:
             return False
-        if tuple(self.metadata) != self._layout.announced:
+        if self.metadata != self._layout.announced:
             return False
         looking = Looking(self._glance, self.module)
         if looking.begins_well():  # what changes a module changes its beginning, most of the time
@@ -274,7 +274,7 @@ class ModuleSource(WeightSource):
         """
         if not self._is_plain or self.dtype is not None:
             return None
-        if tuple(self.metadata) != self._layout.announced:
+        if self.metadata != self._layout.announced:
             return None  # then only names tell which is which
         if self._glanced is not None or (self._seen is None and self._look()):
             return self._glanced

@@ -7,10 +7,12 @@ so a source may reuse its buffers between yields.
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, final
 
 from aiosync.foreign import stoppable
 from aiosync.passes import CLOSE_SECONDS
+from aiosync.short_turns import short_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +120,8 @@ async def stream_in(
 
     def drive() -> StreamSummary:
         prepare()
-        summary = receiver.receive(plan, _Into(sink), sink.landed, round=round, stall=stall)
+        with short_turns if sink.looks_late else nullcontext():  # see `SourceFeed.iter_plain`
+            summary = receiver.receive(plan, _Into(sink), sink.landed, round=round, stall=stall)
         if verify:
             sink.verify_stream()
         return summary

@@ -30,7 +30,7 @@ from transports.shm_readers import Readers, check_stall
 from transports.stream import Progress, StreamSummary, columns_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from transports.cuda import Mark
     from transports.device_memory import DeviceMemory
@@ -73,6 +73,7 @@ class DeviceSender(ManyLinks):
         self._tensors: Sequence[torch.Tensor | None] = ()
         self._addresses: list[int] | None = None
         self._late = False
+        self._look: Callable[[], bool] | None = None
         self._training: Mark = REACHED
         self._released = False
         self.address = self._listener.address
@@ -104,12 +105,16 @@ class DeviceSender(ManyLinks):
         exports = self._exports
         return self._layout is not None and exports.has_all and exports.keeps(addresses)
 
-    def set_unseen(self, addresses: list[int]) -> None:
+    def set_unseen(self, addresses: list[int], look: Callable[[], bool] | None = None) -> None:
         """The next round's tensors seem to be where they were (`knows`), which nobody has seen yet.
 
         `write` gets each batch when it was looked at; no reader copies a tensor before that.
+
+        Args:
+            look: Looks at a few of them, while readers are waited for; False: all were looked at.
         """
         self._tensors, self._addresses, self._late = (), addresses, True
+        self._look = look
 
     def order_after(self, mark: Mark) -> None:
         """The next round's readers begin after `mark`: after the step that wrote the tensors."""
@@ -141,6 +146,7 @@ class DeviceSender(ManyLinks):
                 readers,
                 self._judge,
                 lambda link, hello: self._greet(link, hello, plan),
+                self._look,
             )
             self._wait(self._training)
             self._training = REACHED
@@ -343,7 +349,7 @@ class DeviceSender(ManyLinks):
 
     def _end_round(self) -> None:
         self._tensors, self._addresses = (), None  # memory that the model gives up must be free
-        self._late = False
+        self._late, self._look = False, None
         super()._end_round()
 
     def _dispose(self) -> None:

@@ -77,8 +77,12 @@ class Readers:
         count: int,
         judge: Callable[[wire.Hello], str | None],
         greet: Callable[[Link, wire.Hello], None],
+        meanwhile: Callable[[], bool] | None = None,
     ) -> None:
         """Take connections until `count` readers have introduced themselves properly.
+
+        Args:
+            meanwhile: Does a little of what else is to be done; False: no more is.
 
         Raises:
             PhaseTimeout: They did not all come within the allowance.
@@ -90,6 +94,11 @@ class Readers:
             until = min(deadline, self._said + self._beat)
             if self._laggards is not None:
                 until = min(until, time.monotonic() + self._laggards.tick)
+            if meanwhile is not None:
+                if meanwhile():
+                    until = 0.0  # who has come is let in between two steps
+                else:
+                    meanwhile = None
             ready, connected = wait_ready(links, self._waker, deadline=until, listener=listener)
             new = self._accept(listener) if connected else []
             for link in [*ready, *new]:  # who connects says hello at once

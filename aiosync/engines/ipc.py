@@ -246,7 +246,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
             return
         if isinstance(sender, DeviceSender):
             if feed.looking is not None and feed.addresses and sender.knows(feed.addresses):
-                sender.set_unseen(feed.addresses)
+                sender.set_unseen(feed.addresses, feed.looking.goes_on)
                 return
             feed.look_to_the_end()
             sender.set_tensors(staying(feed), feed.addresses)

@@ -23,6 +23,8 @@ from transports.nccl_receiver import NcclReceiver
 from transports.nccl_rendezvous import IdMeeting, decode_unique_id
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiosync.engines.streamed import StreamUpdateInfo
     from aiosync.metadata import ParamMeta
     from aiosync.sinks import Sink
@@ -100,7 +102,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         receiver.release()
         self._group = None
 
-    def _check_announced(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
+    def _check_announced(self, info: StreamUpdateInfo) -> tuple[tuple[ParamMeta, ...], Plan]:
         known = self._known
         if info.names or info.dtype_names or info.shapes or known is None:
             if not info.names:
@@ -109,7 +111,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
                     " update, and there was none",
                     phase="update",
                 )
-            metadata = from_wire(info.names, info.dtype_names, info.shapes)
+            metadata = tuple(from_wire(info.names, info.dtype_names, info.shapes))
             digest = metadata_digest(metadata)
             if known is None or known[0] != digest:
                 plan = nccl_plan(metadata, self._limit, packed=self._packed, graded=self._graded)
@@ -125,7 +127,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         return metadata, plan
 
     def begin_sink(
-        self, sink: Sink, metadata: list[ParamMeta], plan: Plan, info: StreamUpdateInfo
+        self, sink: Sink, metadata: Sequence[ParamMeta], plan: Plan, info: StreamUpdateInfo
     ) -> None:
         receiver = self.receiver
         assert isinstance(receiver, NcclReceiver)  # the machine is initialised

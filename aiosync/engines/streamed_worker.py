@@ -20,6 +20,8 @@ from aiosync.worker import WeightTransferEngine
 from transports.staging import FollowReceiver, LeadReceiver
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiosync.copy_order import CopyOrder
     from aiosync.metadata import ParamMeta
     from aiosync.sinks import Sink
@@ -42,8 +44,8 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     receiver: Receiver | None = None
     _limit = DEFAULTS.buffer_bytes
     _bytes_before = 0
-    _known: tuple[str, list[ParamMeta], Plan] | None = None
-    _taken: tuple[str, list[ParamMeta], dict[str, str]] | None = None
+    _known: tuple[str, tuple[ParamMeta, ...], Plan] | None = None
+    _taken: tuple[str, tuple[ParamMeta, ...], dict[str, str]] | None = None
 
     verifies_early = True
     """Whether a round is verified as soon as its bytes are there, not only when it is prepared."""
@@ -116,7 +118,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         return HeldSource(metadata, ByName(self.model, aliases), aliases=aliases)
 
     def begin_sink(
-        self, sink: Sink, metadata: list[ParamMeta], plan: Plan, info: StreamUpdateInfo
+        self, sink: Sink, metadata: Sequence[ParamMeta], plan: Plan, info: StreamUpdateInfo
     ) -> None:
         """Open the sink for what was announced; on the lane, right before `receiver` is used."""
         receiver = self.receiver
@@ -126,16 +128,16 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         sink.looks_late = bool(getattr(receiver, "asks_late", False))
         sink.begin(metadata, aliases=info.aliases)
 
-    def _get_ready(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
+    def _get_ready(self, info: StreamUpdateInfo) -> tuple[tuple[ParamMeta, ...], Plan]:
         checked = self._check_announced(info)
         if isinstance(getattr(self.config, "sink", "staged"), str):
             self.know_sink()  # not on the loop: it may walk the whole model
         return checked
 
-    def _check_announced(self, info: StreamUpdateInfo) -> tuple[list[ParamMeta], Plan]:
+    def _check_announced(self, info: StreamUpdateInfo) -> tuple[tuple[ParamMeta, ...], Plan]:
         known = self._known
         if known is None or known[0] != info.metadata_digest:
-            metadata = from_wire(info.names, info.dtype_names, info.shapes)
+            metadata = tuple(from_wire(info.names, info.dtype_names, info.shapes))
             if metadata_digest(metadata) != info.metadata_digest:
                 raise Validation(
                     "update_info.metadata_digest does not match names, dtype_names and shapes"
