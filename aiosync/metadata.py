@@ -280,7 +280,7 @@ class Validated:
         if len(metas) != len(self._last) or not all(map(is_, metas, self._last)):
             self._last = validate_metadata(metas)
         self._from = None
-        if isinstance(metadata, tuple) and all(map(is_, metadata, self._last)):
+        if type(metadata) is tuple and all(map(is_, metadata, self._last)):
             self._from = metadata  # nothing in it can change
         return self._last
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 
@@ -27,6 +28,7 @@ from transports.errors import (
     PhaseTimeout,
     TransportAborted,
 )
+from transports.links import native_address
 from transports.planning import ALIGNED, plan_chunks
 from transports.pointer_copy import AddressColumn, tiles_of
 from transports.pointer_digest import PointerDigest
@@ -573,3 +575,74 @@ def test_a_plan_of_nothing_is_a_round_as_well(stack):
     stream = Stream(stack)
     results = stream.round([], [[]])
     assert [result.nbytes for result in results] == [0, 0]
+
+
+def test_what_is_to_be_looked_at_is_while_readers_are_waited_for(stack):
+    tensors = [torch.full((16,), float(at)) for at in range(4)]
+    stream = Stream(stack)
+    stream.memory.own(*tensors)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    plan, sender, receiver = plan_of(tensors), stream.sender, stream.receivers[0]
+    looks, all_of_them = [], threading.Event()
+
+    def look():
+        looks.append(len(looks))
+        if len(looks) == 5:
+            all_of_them.set()
+        return len(looks) < 5
+
+    for number in (1, 2):
+        targets = places_for(tensors)
+        if number == 1:
+            sender.set_tensors(tensors, addresses)
+        else:
+            sender.set_unseen(addresses, look)
+
+        def receive(number=number, take=targets.__getitem__):
+            if number == 2:
+                assert all_of_them.wait(STALL / 10)  # nobody has to come for that
+                with socket.socket(socket.AF_UNIX) as stranger:
+                    stranger.connect(native_address(sender.address))
+            receiver.receive(plan, take, lambda done: None, round=number, stall=STALL)
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        sender.open(plan, 1, round=number, stall=STALL)
+        sender.write(Run(0, tensors, addresses))
+        sender.finish()
+        thread.join(STALL)
+        sender.close()
+        receiver.close()
+        assert_equal(targets, tensors)
+    assert len(looks) == 5
+    assert sender._look is None
+
+
+def test_readers_are_let_in_while_there_is_more_to_look_at(stack):
+    tensors = [torch.ones(16)]
+    stream = Stream(stack)
+    stream.memory.own(*tensors)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    plan, sender, receiver = plan_of(tensors), stream.sender, stream.receivers[0]
+    for number in (1, 2):
+        if number == 1:
+            sender.set_tensors(tensors, addresses)
+        else:
+            sender.set_unseen(addresses, lambda: True)
+        targets = places_for(tensors)
+        thread = threading.Thread(
+            target=receiver.receive,
+            args=(plan, targets.__getitem__, lambda done: None),
+            kwargs={"round": number, "stall": STALL},
+        )
+        thread.start()
+        sender.open(plan, 1, round=number, stall=STALL)
+        sender.write(Run(0, tensors, addresses))
+        sender.finish()
+        thread.join(STALL)
+        sender.close()
+        receiver.close()
+        assert_equal(targets, tensors)
+    sender.set_unseen(addresses, lambda: True)
+    with pytest.raises(PhaseTimeout):
+        sender.open(plan, 1, round=3, stall=0.2)

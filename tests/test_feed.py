@@ -406,3 +406,17 @@ async def test_an_async_source_has_nothing_copied_on_the_loop():
     assert tensor.is_contiguous()
     assert torch.equal(tensor, turned)
     assert thread != threading.get_ident()
+
+
+def test_a_plain_pass_hands_on_as_many_groups_as_went_before():
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(6)))
+    feed = SourceFeed(ModuleSource(net))
+    feed.look()
+    assert feed.group_cut() == [2] * 6
+    runs = list(feed.iter_plain())
+    assert [len(run) for run in runs] == [2, 2, 4, 4]
+    indices = [index for run in runs for index, _ in run]
+    assert indices == list(range(12))
+    alone = SourceFeed(ModuleSource(torch.nn.Linear(2, 2)))
+    alone.look()
+    assert [len(run) for run in alone.iter_plain()] == [2]

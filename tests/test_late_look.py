@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import operator
+import sys
 import weakref
 
 import pytest
@@ -19,8 +20,10 @@ from aiosync.engines.ipc import IPCTrainerWeightTransferEngine
 from aiosync.feed import SourceFeed
 from aiosync.glance import Looking
 from aiosync.sinks import InPlaceSink
+from aiosync.streaming import stream_in
 from aiosync.targets import Writes
 from transports import device_copier
+from transports.lane import Lane
 
 KNOWN = 3
 """Rounds until both sides know their models."""
@@ -537,3 +540,64 @@ async def test_models_that_both_changed_agree_in_the_same_round(memory, sink):
                 await both.round()
             change(both.ours)  # what the worker has to say comes before the trainer's own look
             await both.get_known()
+
+
+def late_feed(monkeypatch, net):
+    monkeypatch.setattr(glances, "_RUN", (2, 2))
+    monkeypatch.setattr(glances, "_PART", (2, 2))
+    source = aiosync.ModuleSource(net)
+    for _ in range(3):
+        source.notice_changes()
+        source.plain_tensors()
+    feed = SourceFeed(source)
+    assert source.look_late()
+    feed.look()
+    assert feed.looking is not None
+    return feed
+
+
+@pytest.mark.parametrize("ends", ["whole", "left"])
+def test_turns_are_short_from_the_first_look_of_a_pass_to_its_end(monkeypatch, ends):
+    feed, before = late_feed(monkeypatch, model()), sys.getswitchinterval()
+    passing = feed.iter_plain()
+    seen = []
+    for _ in passing:
+        seen.append(sys.getswitchinterval())  # here it is written to a socket
+        if ends == "left":
+            break
+    passing.close()
+    assert seen
+    assert max(seen) < before
+    assert sys.getswitchinterval() == pytest.approx(before)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("late", [True, False])
+async def test_turns_are_short_while_a_sink_that_looks_late_receives(late):
+    before, seen = sys.getswitchinterval(), []
+
+    class Receiver:
+        def receive(self, plan, destination, landed, **options):
+            seen.append(sys.getswitchinterval())
+
+        def close(self):
+            pass
+
+    sink = InPlaceSink(net := model())
+    sink.looks_late = late
+    sink.begin([aiosync.ParamMeta(n, p.dtype, tuple(p.shape)) for n, p in net.named_parameters()])
+    async with contextlib.AsyncExitStack() as stack:
+        lane = Lane("short")
+        stack.callback(lane.close)
+        await stream_in(
+            Receiver(),
+            sink,
+            plan=None,
+            round=1,
+            stall=1.0,
+            grace=1.0,
+            lane=lane,
+            prepare=lambda: None,
+        )
+    assert (seen[0] < before) is late
+    assert sys.getswitchinterval() == pytest.approx(before)

@@ -18,6 +18,7 @@ from aiosync.metadata import (
     ParamMeta,
     Replicate,
     Shard,
+    Validated,
     dtype_name,
     first_few,
     from_wire,
@@ -258,3 +259,22 @@ def test_first_few():
 def test_importing_it_needs_no_torch():
     code = "import aiosync.metadata, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_was_validated_once_is_known_by_its_tuple():
+    validated, metas = Validated(), (meta("a"), meta("b"))
+    first = validated(metas)
+    assert first == [*metas]
+    assert validated(metas) is first
+    assert validated([*metas, meta("c")]) == [*metas, meta("c")]
+    assert validated(metas) == [*metas]
+
+
+def test_a_tuple_of_what_may_change_is_looked_at_each_time():
+    theirs = types.SimpleNamespace(
+        name="w", dtype=torch.float32, shape=(2,), owners=None, mesh_shape=None, placements=None
+    )
+    validated, metas = Validated(), (theirs,)
+    assert validated(metas)[0].shape == (2,)
+    theirs.shape = (3,)
+    assert validated(metas)[0].shape == (3,)

@@ -741,3 +741,37 @@ async def test_ranks_inside_vllm_are_counted_as_vllm_counts(fake, parallel, rank
     with pytest.raises(Validation, match="is not in a group of 6"):
         rank_in_group(engine.parallel_config, small.rank_offset, small.world_size)
     await engine.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("method", ["open", "write", "finish"])
+async def test_a_step_is_noticed_once_something_was_read(fake, method):
+    net, theirs = layers(), layers()
+    options = {"backend": "nccl", "packed_buffer_size_bytes": 1 << 10}
+    async with create(theirs) as worker:
+        async with aiosync.connect(net, workers=[DirectClient(worker)], **options) as sync:
+            await sync.send_weights(version=1, budget=PATIENT)
+            sender = sync.sender
+            bare, calls = getattr(sender, method), []
+
+            def stepping(*args, **named):
+                calls.append(method)
+                if method != "write" or len(calls) == 2:
+                    with torch.no_grad():
+                        for parameter in net.parameters():
+                            parameter.add_(1)
+                return bare(*args, **named)
+
+            setattr(sender, method, stepping)
+            if method == "open":  # before the first byte is read: the new values travel
+                await sync.send_weights(version=2, budget=PATIENT)
+                for name, tensor in net.state_dict().items():
+                    assert torch.equal(theirs.state_dict()[name], tensor)
+            else:
+                with pytest.raises(aiosync.Validation, match="changed while the round was reading"):
+                    await sync.send_weights(version=2, budget=PATIENT)
+            assert calls
+
+
+def layers():
+    return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
