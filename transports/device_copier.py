@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -36,11 +36,29 @@ _AHEAD = 3  # batches that are queued before the first of them is waited for
 _DRAIN_S = 5.0
 
 
-class _Batch(NamedTuple):
-    indices: Sequence[int]
-    nbytes: int
-    copy: AddressCopy
-    digest: PointerDigest | None
+@final
+class _Batch:
+    """Some tensors that are copied together.
+
+    Its tables are made when it is due, on a queue of their own: the device copies others meanwhile.
+    """
+
+    def __init__(self, indices: Sequence[int], sizes: Sequence[int]) -> None:
+        self.indices, self.nbytes = indices, sum(sizes)
+        self.digest: PointerDigest | None = None
+        self._sizes = sizes
+        self._copy: AddressCopy | None = None
+
+    def made_ready(self, memory: DeviceMemory, beside: WorkQueue, *, verifies: bool) -> AddressCopy:
+        """The copy; and `digest`, where it is wanted."""
+        if self._copy is None:
+            with beside.active():
+                if verifies:
+                    self.digest = PointerDigest(
+                        self._sizes, memory.device, bytes_at=memory.bytes_at
+                    )
+                self._copy = AddressCopy(self._sizes, memory.device)
+        return self._copy
 
 
 @final
@@ -60,6 +78,7 @@ class DeviceCopier:
         self._progress = progress
         self._small = small
         self._queue: WorkQueue | None = None
+        self._beside: WorkQueue | None = None
         self._batches: tuple[DeviceLayout, bool, bool, list[_Batch]] | None = None
         self._right: dict[int, list[int]] = {}  # addresses of destinations that were looked at
         self._pieces = Pieces()
@@ -80,15 +99,12 @@ class DeviceCopier:
         if known is not None and known[0] is layout and known[1:3] == (takes_all, verifies):
             return known[3]
         self.clear()
-        memory, sizes = self._memory, layout.plan.sizes
-        made = []
         limits = (_LEAST_NBYTES, _MOST_NBYTES) if takes_all else (self._small,)
-        for indices in layout.batches(*limits):
-            some = [sizes[index] for index in indices]
-            digest = None
-            if verifies:
-                digest = PointerDigest(some, memory.device, bytes_at=memory.bytes_at)
-            made.append(_Batch(indices, sum(some), AddressCopy(some, memory.device), digest))
+        sizes = layout.plan.sizes
+        made = [
+            _Batch(indices, [sizes[index] for index in indices])
+            for indices in layout.batches(*limits)
+        ]
         self._batches = (layout, takes_all, verifies, made)
         return made
 
@@ -113,6 +129,8 @@ class DeviceCopier:
         under_way: deque[tuple[_Batch, Mark, Sequence[torch.Tensor]]] = deque()
         values: list[torch.Tensor] = []
         device = self._memory.device
+        if self._beside is None:
+            self._beside = WorkQueue(device)
 
         def settle(may_stay: int) -> None:
             while len(under_way) > may_stay:
@@ -131,9 +149,10 @@ class DeviceCopier:
                 if not takes_all or self._right.get(number) != to:
                     self._check(layout.plan, batch.indices, targets)
                 self._right[number] = to  # the same objects again compare at once
+                copy = batch.made_ready(self._memory, self._beside, verifies=verifies)
                 meanwhile(batch.indices[-1] + 1)
                 await_ready(batch.indices[-1] + 1)
-                batch.copy(to, self._those(addresses, batch.indices))
+                copy(to, self._those(addresses, batch.indices))
                 if batch.digest is not None:
                     values.append(batch.digest.values(to))
                 under_way.append((batch, mark_current(device), targets))

@@ -27,13 +27,14 @@ _THREADS = 256
 _GROUP_NBYTES = 8 << 20
 _SOURCE = """
 extern "C" __global__ void wsum_tiles(
-    const long long* at, const long long* sizes, const int* which, const long long* starts,
+    const long long* at, const long long* sizes, const int* which, const int* firsts,
     const unsigned long long* rows, const unsigned long long* columns,
     const unsigned long long* powers, unsigned long long* values)
 {
     typedef unsigned long long u64;
     const int piece = which[blockIdx.x];
-    const long long size = sizes[piece], start = starts[blockIdx.x];
+    const long long size = sizes[piece];
+    const long long start = (long long)((int)blockIdx.x - firsts[piece]) * TILE;
     const long long end = size - start > TILE ? start + TILE : size;
     const unsigned char* base = (const unsigned char*)at[piece];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -130,7 +131,7 @@ class PointerDigest:
             self._make_tables()
 
     def _make_tables(self) -> None:
-        which, starts = tiles_of(self._nbytes, _TILE)
+        which, firsts = tiles_of(self._nbytes, _TILE)
         most = max((-(-size // _GROUP_NBYTES) for size in self._nbytes), default=0)
         powers = [1]
         for _ in range(most):
@@ -138,7 +139,7 @@ class PointerDigest:
         device = self._device
         self._tiles = len(which)
         self._sizes = torch.tensor(self._nbytes, dtype=torch.int64, device=device)
-        self._which, self._starts = which.to(device), starts.to(device)
+        self._which, self._firsts = which.to(device), firsts.to(device)
         self._powers = torch.tensor([_signed(p) for p in powers], dtype=torch.int64, device=device)
 
     def values(self, addresses: list[int]) -> torch.Tensor:
@@ -149,7 +150,7 @@ class PointerDigest:
         if self._tiles:
             weights = wsum64_weights(self._device)
             column = self._column.of(addresses)
-            tables = (column, self._sizes, self._which, self._starts)
+            tables = (column, self._sizes, self._which, self._firsts)
             with torch.cuda.device(self._device):  # a launch goes to the thread's own device
                 _kernel(self._device)(
                     grid=(self._tiles, 1, 1),

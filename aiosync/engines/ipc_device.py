@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiosync.errors import ProtocolMismatch, Validation
-from transports.cuda import cuda_device
+from transports.cuda import borrow_queue, cuda_device, return_queue
 from transports.device_memory import CudaMemory, uuid_of
 from transports.pointer_copy import pointer_copies
 from transports.pointer_digest import pointer_digests
@@ -86,4 +86,5 @@ def open_memory(device: Any, who: str) -> DeviceMemory:
     with torch.cuda.device(found):
         pointer_copies(found)
         pointer_digests(found)
+        return_queue(borrow_queue(found))  # with a device's first queue torch makes dozens
     return CudaMemory(found)
