@@ -2,7 +2,8 @@
 
 Raw is `torch._foreach_copy_` of all tensors, from the call until the device is done; `raw_flat` the
 same bytes in one piece. Ours is everything from `send_weights` to its return: all control calls,
-both processes' looks at their models, and the copy.
+both processes' looks at their models, and the copy. Where there are two GPUs, the worker is on the
+second one, and raw is the flat copy to there: torch copies tensors from GPU to GPU one by one.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from benchmarks.processes import Peer
 
 _FLAT_NBYTES = 8 << 30  # with two models and their staging memory more would not fit
+_LAG_ROUNDS = 60  # one of 20 ms has four wake-ups
 
 
 @dataclass(frozen=True)
@@ -78,23 +80,31 @@ class Raw:
     def __init__(self, model: nn.Module, lane: Lane) -> None:
         self._lane = lane
         self._from = [parameter.detach() for parameter in model.parameters()]
-        self._to = [torch.empty_like(tensor) for tensor in self._from]
         self._device = self._from[0].device
-        self.flat_nbytes = min(sum(tensor.nbytes for tensor in self._from), _FLAT_NBYTES)
+        self._target = torch.device("cuda", 1 % torch.cuda.device_count())
+        self.crosses = self._target != self._device
+        self.nbytes = sum(tensor.nbytes for tensor in self._from)
+        self.flat_nbytes = min(self.nbytes, _FLAT_NBYTES)
+        if self.crosses:
+            self.flatten()
+        else:
+            self._to = [torch.empty_like(tensor) for tensor in self._from]
 
     def flatten(self) -> None:
         """From here on it is one copy in one piece."""
         self._from, self._to = [], []
         torch.cuda.empty_cache()
         self._flat = torch.zeros(self.flat_nbytes, dtype=torch.uint8, device=self._device)
-        self._other = torch.empty_like(self._flat)
+        self._other = torch.empty(self.flat_nbytes, dtype=torch.uint8, device=self._target)
 
     def drop(self) -> None:
         """Give all memory back."""
         self._flat = self._other = torch.empty(0)
 
     async def batched(self) -> float:
-        """Seconds of one batched copy."""
+        """Seconds of one batched copy; to another GPU, of as many bytes in one piece."""
+        if self.crosses:
+            return await self.flat() * self.nbytes / self.flat_nbytes
         return await self._timed(lambda: torch._foreach_copy_(self._to, self._from))
 
     async def flat(self) -> float:
@@ -167,10 +177,11 @@ async def _measure(other: Peer, lane: Lane, variant: _Variant, options: Options)
         rounds.clear()
         phases.clear()
         pairs = await alternate(ours, beside, variant.repeat or max(options.repeat, 9))
-        for _ in range(10):
+        for _ in range(_LAG_ROUNDS):
             await lag_of(sync.send_weights(), lags)
             await lag_of(raw.batched(), floor)
-        raw.flatten()
+        if not raw.crosses:
+            raw.flatten()
         await raw.flat()
         flats = [raw.flat_nbytes / await raw.flat() / GB for _ in range(5)]
         blocked = [await raw.flat() for _ in range(5)]
@@ -187,7 +198,9 @@ async def _measure(other: Peer, lane: Lane, variant: _Variant, options: Options)
         payload=f"{variant.payload}: {payload(nbytes, tensors)}",
         unit="GB/s",
         target=variant.target,
-        raw_is="torch._foreach_copy_ in one process",
+        raw_is="one copy to the other GPU"
+        if raw.crosses
+        else "torch._foreach_copy_ in one process",
         nbytes=nbytes,
         tensors=tensors,
         round_ms=later * 1e3,
@@ -202,6 +215,7 @@ async def _measure(other: Peer, lane: Lane, variant: _Variant, options: Options)
         wait_poll_ms=median([value * 1e3 for value in polled]),
         lag_p99_ms=round(percentile(lags, 0.99), 3),
         lag_floor_p99_ms=round(percentile(floor, 0.99), 3),
+        lag_max_ms=round(max(lags), 3),
         extra_memory_bytes=extra,
         devices=torch.cuda.device_count(),
     )
