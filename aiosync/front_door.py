@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from aiosync.client import HTTPVLLMWeightSyncClient, capabilities_of
@@ -17,7 +16,7 @@ from aiosync.fleet_health import NOBODY_LISTENS, is_refused
 from aiosync.pause import arounds_of, pause_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from aiosync.client_protocol import VLLMWeightSyncClient
@@ -45,9 +44,6 @@ def connect(
 ) -> AbstractAsyncContextManager[TrainerWeightTransferEngine]:
     """An initialised trainer engine for `model`, closed when the block is left.
 
-    Rounds that follow each other within a second find the connections to workers that were given
-    as URLs open.
-
     Args:
         model: A ``torch.nn.Module``, or a `WeightSource`.
         workers: URLs (``http://host:port``, ``unix:///path``), clients, or `Member` objects; or a
@@ -67,10 +63,8 @@ def connect(
 
     defaults: RoundOptions = {"pause": pause_of(pause), "around": arounds_of(around)}
 
-    async def opened(clients: AsyncExitStack) -> TrainerWeightTransferEngine:
-        fleet, own = _fleet(workers, token, token_file)
-        for client in own:
-            await clients.enter_async_context(client)
+    async def opened() -> TrainerWeightTransferEngine:
+        fleet = _fleet(workers, token, token_file)
         info = _init_info(await _choose(backend, fleet.members), options)
         engine: TrainerWeightTransferEngine = await WeightTransferTrainerFactory.trainer_init(
             info, client=fleet, source=model, hub=hub
@@ -85,18 +79,13 @@ def connect(
 class _Connection:
     """No generator: a loop that ends closes all generators at once, nested ones too early."""
 
-    def __init__(
-        self, opened: Callable[[AsyncExitStack], Awaitable[TrainerWeightTransferEngine]]
-    ) -> None:
+    def __init__(self, opened: Callable[[], Awaitable[TrainerWeightTransferEngine]]) -> None:
         self._opened = opened
         self._engine: TrainerWeightTransferEngine | None = None
-        self._clients = AsyncExitStack()
 
     async def __aenter__(self) -> TrainerWeightTransferEngine:
         try:
-            async with self._clients as clients:
-                self._engine = await self._opened(clients)
-                self._clients = clients.pop_all()
+            self._engine = await self._opened()
         except PeerLost as error:
             if is_refused(error):
                 error.next_step = error.next_step or NOBODY_LISTENS
@@ -105,9 +94,8 @@ class _Connection:
 
     async def __aexit__(self, *exc: object) -> None:
         engine, self._engine = self._engine, None
-        async with self._clients:
-            if engine is not None:
-                await engine.aclose()
+        if engine is not None:
+            await engine.aclose()
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"no {name} here: {_AS_A_BLOCK}")
@@ -122,14 +110,11 @@ class _Connection:
         """Never reached; Python looks for it before it calls `__enter__`."""
 
 
-def _fleet(
-    workers: Any, token: str | None, token_file: str | None
-) -> tuple[FleetClient, list[HTTPVLLMWeightSyncClient]]:
-    """The fleet, and the clients that were made for it here."""
+def _fleet(workers: Any, token: str | None, token_file: str | None) -> FleetClient:
     if isinstance(workers, FleetClient):
         if token is not None or token_file is not None:
             raise Validation("connect: a fleet's members have their own tokens; give it to those")
-        return workers, []
+        return workers
     if not isinstance(workers, Iterable):
         raise Validation(
             f"workers must be a fleet, or a list of URLs, clients or members, not {workers!r}"
@@ -137,20 +122,15 @@ def _fleet(
     urls = [workers] if isinstance(workers, str) else list(workers)
     if not urls:
         raise Validation("connect needs at least one worker")
-    own = {
-        url: HTTPVLLMWeightSyncClient(url, token=token, token_file=token_file)
-        for url in urls
-        if isinstance(url, str)
-    }
-    members = [_member(each, n, own) for n, each in enumerate(urls)]
-    return FleetClient(members), list(own.values())
+    return FleetClient([_member(each, n, token, token_file) for n, each in enumerate(urls)])
 
 
-def _member(worker: Any, index: int, own: Mapping[str, HTTPVLLMWeightSyncClient]) -> Member:
+def _member(worker: Any, index: int, token: str | None, token_file: str | None) -> Member:
     if isinstance(worker, Member):
         return worker
     if isinstance(worker, str):
-        return Member(worker, own[worker])
+        client = HTTPVLLMWeightSyncClient(worker, token=token, token_file=token_file)
+        return Member(worker, client)
     if isinstance(worker, FleetClient):
         raise Validation("workers=[FleetClient]: give the fleet itself: workers=fleet")
     return Member(str(getattr(worker, "name", None) or f"worker-{index}"), worker)

@@ -38,7 +38,7 @@ async def test_cancelled_rounds_leave_nothing(backend, rounds):
 
 
 async def test_what_is_left_behind_is_found(monkeypatch):
-    monkeypatch.setitem(leaks.SETTLE_S, "ipc", 4.0)
+    monkeypatch.setitem(leaks.SETTLE_S, "ipc", 2.0)
     left = []
 
     def leave():

@@ -12,7 +12,6 @@ from processes import replica
 
 import aiosync
 from aiosync import State
-from aiosync.connections import Connections
 
 
 @pytest.mark.asyncio
@@ -121,32 +120,3 @@ async def test_plan_says_what_a_round_moves_and_holds(packed):
             assert plan.chunks > 1
             report = await sync.send_weights(version=1)
             assert report.nbytes == plan.nbytes
-
-
-@pytest.mark.asyncio
-async def test_rounds_in_quick_succession_share_a_session_that_ends_with_the_block(monkeypatch):
-    made, opened = [], Connections._new_scope
-
-    def counted(self, token):
-        made.append(self)
-        return opened(self, token)
-
-    monkeypatch.setattr(Connections, "_new_scope", counted)
-    model = models.make("small", seed=1)
-    async with replica(seed=2) as worker:
-        async with aiosync.connect(model, workers=[worker.url]) as sync:
-            for version in (1, 2, 3):
-                await sync.send_weights(version=version)
-            assert len(made) == 1
-            assert made[0]._scopes
-        assert not made[0]._scopes
-        own = aiosync.HTTPVLLMWeightSyncClient(worker.url)
-        async with aiosync.connect(model, workers=[own]) as sync:
-            await sync.send_weights(version=4)
-            assert not own._connections._scopes  # it is the caller's to keep
-    made.clear()
-    with pytest.raises(aiosync.PeerLost):
-        async with aiosync.connect(model, workers=[worker.url]):
-            pass
-    assert made
-    assert not any(each._scopes for each in made)

@@ -27,7 +27,6 @@ from aiosync import Budget
 
 BUDGET = Budget(total=20.0, stall=5.0, cleanup=1.0)
 WARM_UP = 30
-IDLE_S = 2.5  # a connection that is kept for a round that may follow at once is closed by then
 # gloo cannot be told to leave a set-up whose peer is gone: it tries for half a minute.
 SETTLE_S = {"ipc": 10.0, "gloo": 45.0}
 GROWTH_KIB = 16 << 10  # of resident memory, over all rounds: allocators keep some
@@ -142,7 +141,6 @@ async def run(
                 if number == WARM_UP:
                     usual = (time.monotonic() - began) / WARM_UP
                     await sync.send_weights(budget=BUDGET)
-                    await asyncio.sleep(IDLE_S)
                     before = await look(worker)
                 if number < WARM_UP:
                     await disturbed(sync, dice, 0.02)
