@@ -15,6 +15,7 @@ import msgspec
 
 from aiosync.defaults import DEFAULTS
 from aiosync.errors import Validation
+from aiosync.few_collections import few_collections
 
 T = TypeVar("T")
 
@@ -44,7 +45,8 @@ def decode_json(
     if _nesting_exceeds(data, DEFAULTS.json_depth):
         raise _too_deep(what)
     try:
-        message: T = _decoder(type).decode(data)  # type: ignore[arg-type]  # a type is hashable
+        with few_collections:
+            message: T = _decoder(type).decode(data)  # type: ignore[arg-type]  # a type is hashable
     except msgspec.DecodeError as error:
         raise _refusal(error, what) from error
     return message
@@ -60,12 +62,14 @@ def decode_msgpack(
     """
     _check_size(data, limit, what)
     try:
-        message = msgspec.msgpack.decode(data)
+        with few_collections:
+            message = msgspec.msgpack.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Validation(f"{what} is not msgpack: {error}") from error
     except RecursionError:
         raise _too_deep(what) from None
-    _check_json_like(message, what)
+    with few_collections:
+        _check_json_like(message, what)
     return convert(message, type, what=what)
 
 
@@ -97,7 +101,8 @@ def convert(obj: Any, type: type[T], *, what: str = "body", at: str = "$") -> T:
         Validation: Names the path of the bad field.
     """
     try:
-        return msgspec.convert(obj, type)
+        with few_collections:
+            return msgspec.convert(obj, type)
     except msgspec.ValidationError as error:
         raise _refusal(error, what, at=at) from error
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import torch
 from torch import nn
 
+from aiosync.few_collections import few_collections
 from aiosync.module_walk import walks_plainly
 from aiosync.short_turns import short_turns
 
@@ -79,8 +80,9 @@ class Glance:
         if not isinstance(module, nn.Module):
             return None
         try:
-            made = cls(module, names)
-            seen = made.look(module)
+            with few_collections:
+                made = cls(module, names)
+                seen = made.look(module)
         except (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError):
             return None  # torch's guards are its own affair, and may change
         if seen is None or not all(map(is_, seen, map(tensors.__getitem__, names))):

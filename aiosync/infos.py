@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from aiosync.errors import Validation
+from aiosync.few_collections import few_collections
 
 T = TypeVar("T")
 
@@ -37,7 +38,8 @@ def parse_info(cls: type[T], data: object, *, what: str) -> T:
     try:
         if known is None:
             return cls(**data)
-        return msgspec.convert(dict(data), cls, strict=True)
+        with few_collections:
+            return msgspec.convert(dict(data), cls, strict=True)
     except msgspec.ValidationError as error:
         raise Validation(f"{what} of {cls.__name__}: {error}") from error
     except (TypeError, NotImplementedError) as error:

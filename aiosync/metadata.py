@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
+from aiosync.few_collections import few_collections
 from statemachines.errors import Validation
 
 if TYPE_CHECKING:
@@ -316,19 +317,25 @@ def _check_name(name: object, position: int) -> None:
 
 def metadata_digest(metadata: Sequence[ParamMeta]) -> str:
     """32 hex digits over order, names, dtypes, shapes, owners, meshes and placements."""
-    digest = hashlib.blake2b(digest_size=16)
-    for meta in metadata:
+    texts = _dtype_texts(metadata)
+
+    def row(meta: ParamMeta) -> tuple[Any, ...]:
         placements = meta.placements
         dims = placements and [p.dim if isinstance(p, Shard) else -1 for p in placements]
-        row = (meta.name, dtype_name(meta.dtype), meta.shape, meta.owners, meta.mesh_shape, dims)
-        digest.update(msgspec.msgpack.encode(row))  # self-delimiting: no two lists share bytes
-    return digest.hexdigest()
+        return meta.name, texts[meta.dtype], meta.shape, meta.owners, meta.mesh_shape, dims
+
+    rows = map(msgspec.msgpack.encode, map(row, metadata))  # self-delimiting: no two share bytes
+    return hashlib.blake2b(b"".join(rows), digest_size=16).hexdigest()
+
+
+def _dtype_texts(metadata: Sequence[ParamMeta]) -> dict[torch.dtype, str]:
+    return {dtype: dtype_name(dtype) for dtype in {meta.dtype for meta in metadata}}
 
 
 def to_wire(metadata: Sequence[ParamMeta]) -> tuple[list[str], list[str], list[list[int]]]:
     """``(names, dtype_names, shapes)`` as update infos carry them."""
     names = [meta.name for meta in metadata]
-    texts = {dtype: dtype_name(dtype) for dtype in {meta.dtype for meta in metadata}}
+    texts = _dtype_texts(metadata)
     lists = {shape: list(shape) for shape in {meta.shape for meta in metadata}}  # one if equal
     return names, [texts[meta.dtype] for meta in metadata], [lists[meta.shape] for meta in metadata]
 
@@ -354,10 +361,11 @@ def from_wire(
         except Validation as error:
             name = names[list(dtype_names).index(text)]
             raise error.locate(tensor=str(name))  # noqa: B904 -- the same error, now with its place
-    kept = list(map(tuple, shapes))
-    if {int}.issuperset(map(type, chain.from_iterable(kept))):  # `True` equals 1: no dimension
-        kept = shared(kept)
-    return validate_metadata(plain_metas(names, map(dtypes.__getitem__, dtype_names), kept))
+    with few_collections:
+        kept = list(map(tuple, shapes))
+        if {int}.issuperset(map(type, chain.from_iterable(kept))):  # `True` equals 1: no dimension
+            kept = shared(kept)
+        return validate_metadata(plain_metas(names, map(dtypes.__getitem__, dtype_names), kept))
 
 
 def plain_metas(
@@ -365,15 +373,16 @@ def plain_metas(
 ) -> list[ParamMeta]:
     """`ParamMeta` of each name, without owners; what a constructor does for one takes long."""
     made = []
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        meta = _BARE(ParamMeta)
-        _NAME(meta, name)
-        _DTYPE(meta, dtype)
-        _SHAPE(meta, shape)
-        _OWNERS(meta, None)
-        _MESH(meta, None)
-        _PLACEMENTS(meta, None)
-        made.append(meta)
+    with few_collections:
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            meta = _BARE(ParamMeta)
+            _NAME(meta, name)
+            _DTYPE(meta, dtype)
+            _SHAPE(meta, shape)
+            _OWNERS(meta, None)
+            _MESH(meta, None)
+            _PLACEMENTS(meta, None)
+            made.append(meta)
     return made
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aiosync.errors import Refused
+from aiosync.few_collections import few_collections
 from aiosync.metadata import sizes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from aiosync.metadata import ParamMeta
 
@@ -84,26 +86,45 @@ class Arena:
                 detail={"need": need, "free": free},
             )
         # Never an inference tensor, whatever the lane's mode: transports write from other threads.
-        # Without gradients a view is made in half the time.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             memory = torch.empty(need, dtype=torch.uint8, device=self._device)
             return views_into(memory, metadata)
 
 
 def views_into(memory: torch.Tensor, metadata: Sequence[ParamMeta]) -> list[torch.Tensor]:
     """A contiguous tensor of each announced dtype and shape, in `needed_memory` bytes or more."""
-    typed: dict[torch.dtype, torch.Tensor] = {}
-    views, start = [], 0
-    for meta, nbytes in zip(metadata, sizes_of(metadata), strict=True):
-        dtype = meta.dtype
-        base = typed.get(dtype)
-        if base is None:
+    # Those of one kind at even distances are made at once, which takes a third of the time; and
+    # without gradients, which halves it.
+    starts = list(accumulate(map(_rounded, sizes_of(metadata)), initial=0))
+    alike: dict[tuple[torch.dtype, tuple[int, ...]], list[int]] = {}
+    for at, meta in enumerate(metadata):
+        alike.setdefault((meta.dtype, meta.shape), []).append(at)
+    views: list[Any] = [None] * len(metadata)
+    with torch.no_grad(), few_collections:
+        for (dtype, shape), places in alike.items():
             whole = len(memory) // dtype.itemsize * dtype.itemsize
-            base = typed[dtype] = memory[:whole].view(dtype)
-        strides = contiguous_strides(meta.shape)
-        views.append(base.as_strided(meta.shape, strides, start // dtype.itemsize))
-        start += _rounded(nbytes)
+            base = memory[:whole].view(dtype)
+            for first, end, step in _even_runs([starts[at] for at in places]):
+                run = base.as_strided(
+                    (end - first, *shape),
+                    (step // dtype.itemsize, *contiguous_strides(shape)),
+                    starts[places[first]] // dtype.itemsize,
+                )
+                for at, view in zip(places[first:end], run.unbind(), strict=True):
+                    views[at] = view
     return views
+
+
+def _even_runs(starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Cut where the distance changes: first, end, and the distance between neighbours."""
+    first = 0
+    while first < len(starts):
+        end = first + 1
+        step = starts[end] - starts[first] if end < len(starts) else 0
+        while end < len(starts) and starts[end] - starts[end - 1] == step:
+            end += 1
+        yield first, end, step
+        first = end
 
 
 @lru_cache(maxsize=1024)
