@@ -351,3 +351,32 @@ def test_37000_tensors():
     made = plan(sizes, limit=1 << 30, rule=ALIGNED, itemsizes=[2] * 37_000)
     assert sum(len(chunk.pieces) for chunk in made.chunks) == 37_000
     assert made.total_bytes == sum(sizes)
+
+
+def aligned_step_by_step(sizes, limit):
+    """The rule, one tensor after the other."""
+    chunks, pieces, running = [], [], 0
+    for tensor, size in enumerate(sizes):
+        offset = -(-running // 64) * 64
+        if offset + size > limit and (size <= limit or offset == limit):
+            chunks.append((running, pieces))
+            pieces, offset = [], 0
+        start = 0
+        while size - start > limit - offset:
+            room = limit - offset
+            chunks.append((limit, [*pieces, Piece(tensor, start, offset, room)]))
+            start, pieces, offset = start + room, [], 0
+        pieces.append(Piece(tensor, start, offset, size - start))
+        running = offset + size - start
+    return [*chunks, (running, pieces)] if pieces else chunks
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(st.one_of(st.sampled_from([0, 1, 63, 64, 65, 128, 192]), st.integers(0, 900))),
+    st.sampled_from([64, 100, 128, 192, 256, 640]),
+)
+def test_aligned_tensors_that_fit_are_taken_at_once_as_one_by_one(sizes, limit):
+    made = plan(sizes, limit=limit, rule=ALIGNED)
+    found = [(chunk.nbytes, list(chunk.pieces)) for chunk in made.chunks]
+    assert found == aligned_step_by_step(sizes, limit // 64 * 64)

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from itertools import chain
+from bisect import bisect_right
+from itertools import accumulate, chain, repeat
 from operator import mod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,7 +47,7 @@ _STEPS = 4  # the limit over the size of the first and last chunks
 _MAX = 2**63 - 1  # what a torch size or an int64 on the wire can hold
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True, gc=False):  # tuples would be looked at in collections
     """Bytes ``start`` up to ``start + nbytes`` of a tensor, at byte `offset` of a chunk."""
 
     tensor: int
@@ -137,12 +138,14 @@ def check_alignment(
         Validation: Names the first tensor at such an offset.
     """
     for chunk in plan.chunks:
-        for tensor, _, offset, _ in chunk.pieces:
-            if offset % itemsizes[tensor]:
+        for piece in chunk.pieces:
+            itemsize = itemsizes[piece.tensor]
+            if piece.offset % itemsize:
+                name = _name(piece.tensor, names)
                 raise Validation(
-                    f"{_name(tensor, names)} starts at byte {offset} of chunk {chunk.index}, which "
-                    f"is no multiple of its itemsize {itemsizes[tensor]}",
-                    tensor=_name(tensor, names),
+                    f"{name} starts at byte {piece.offset} of chunk {chunk.index}, which is no "
+                    f"multiple of its itemsize {itemsize}",
+                    tensor=name,
                     next_step="Order tensors by descending itemsize, or use unpacked mode.",
                 )
 
@@ -208,13 +211,23 @@ def _cut_before(sizes: tuple[int, ...], most: Callable[[int, int], int]) -> list
 def _cut_aligned(sizes: tuple[int, ...], limit: int) -> list[Chunk]:
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
-    running = 0
-    for tensor, size in enumerate(sizes):
-        offset = -(-running // ALIGNMENT) * ALIGNMENT
-        if offset + size > limit and (size <= limit or offset == limit):
+    running = tensor = 0
+    starts = list(accumulate(map(_aligned, sizes), initial=0))  # in one chunk without an end
+    base = 0  # where in it the current chunk begins
+    while tensor < len(sizes):
+        # What fits is taken at once: with tens of thousands of tensors a step for each shows.
+        end = bisect_right(starts, base + limit, lo=tensor) - 1
+        if end > tensor:
+            offsets = [start - base for start in starts[tensor:end]]
+            pieces += map(Piece, range(tensor, end), repeat(0), offsets, sizes[tensor:end])
+            running = offsets[-1] + sizes[end - 1]
+            tensor = end
+            continue
+        offset, size, start = starts[tensor] - base, sizes[tensor], 0
+        if size <= limit or offset == limit:
             chunks.append(Chunk(len(chunks), running, tuple(pieces)))
-            pieces, offset = [], 0
-        start = 0
+            pieces, base = [], starts[tensor]
+            continue
         while size - start > limit - offset:
             room = limit - offset
             pieces.append(Piece(tensor, start, offset, room))
@@ -223,9 +236,15 @@ def _cut_aligned(sizes: tuple[int, ...], limit: int) -> list[Chunk]:
             pieces, offset = [], 0
         pieces.append(Piece(tensor, start, offset, size - start))
         running = offset + size - start
+        tensor += 1
+        base = starts[tensor] - _aligned(running)
     if pieces:
         chunks.append(Chunk(len(chunks), running, tuple(pieces)))
     return chunks
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _check_sizes(
