@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from aiosync.metadata import Placement
-    from aiosync.module_walk import Outline
+    from aiosync.module_walk import Members, Outline
 
 Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None]
 
@@ -55,14 +55,22 @@ def live_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def lay_out(
-    module: nn.Module, *, rename: Rename | None, dtype: torch.dtype | None, persistent: bool
+    module: nn.Module,
+    *,
+    rename: Rename | None,
+    dtype: torch.dtype | None,
+    persistent: bool,
+    held: Members | None = None,
 ) -> Layout:
     """Decide what of `module` is sent, under which names.
+
+    Args:
+        held: What `named_members` has just found.
 
     Raises:
         Validation: A tensor has no data, two tensors get one name, or nothing is left to send.
     """
-    held_parameters, held_buffers = named_members(module)
+    held_parameters, held_buffers = held or named_members(module)
     live = held_parameters | held_buffers
     chosen, buffers = list(held_parameters), list(held_buffers)
     sent = _persistent(module, buffers) if persistent else []

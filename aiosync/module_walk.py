@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from operator import attrgetter, eq
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -32,10 +32,12 @@ _STORAGE = torch.Tensor.untyped_storage
 _HELD = torch.UntypedStorage.nbytes
 
 _Named = dict[str, torch.Tensor]
+Members: TypeAlias = tuple[_Named, _Named]
+"""Parameters, and buffers, by name."""
 _WALKED = ("named_parameters", "named_buffers", "named_modules", "_named_members")
 
 
-def named_members(module: nn.Module) -> tuple[_Named, _Named]:
+def named_members(module: nn.Module) -> Members:
     """Parameters, and buffers, under every name they have, as they are now.
 
     Raises:
@@ -47,7 +49,7 @@ def named_members(module: nn.Module) -> tuple[_Named, _Named]:
         raise Validation(f"{type(module).__name__} contains itself: it has no end") from None
 
 
-def _named_members(module: nn.Module) -> tuple[_Named, _Named]:
+def _named_members(module: nn.Module) -> Members:
     parameters: _Named = {}
     buffers: _Named = {}
     own = module.__dict__.keys() & set(_WALKED)

@@ -104,7 +104,7 @@ class SourceSide:
             return False
         if late and source.look_late():
             return True
-        if len(known[0]) > _AT_A_GLANCE:
+        if len(known[0]) > _AT_A_GLANCE or "metadata" not in vars(source):
             return False
         source.notice_changes()
         # Of a module that has changed it keeps none; what it then has to say is found on the lane.

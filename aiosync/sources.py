@@ -23,7 +23,7 @@ from aiosync.module_layout import (
     local_piece,
     opens_async,
 )
-from aiosync.module_walk import DTYPE, SHAPE, are_plain, outline, same
+from aiosync.module_walk import DTYPE, SHAPE, are_plain, named_members, outline, same
 from aiosync.passes import each_alone, flattened
 from statemachines.errors import Validation
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from aiosync.metadata import ParamMeta
     from aiosync.module_layout import Layout, Rename
+    from aiosync.module_walk import Members
     from aiosync.passes import Batches, Pair, Pairs
 
 Session: TypeAlias = AbstractContextManager[Any] | AbstractAsyncContextManager[Any]
@@ -195,9 +196,11 @@ class ModuleSource(WeightSource):
         """
         self.forget_tensors()
         known = self.__dict__.get("_layout")
-        if known is None or self.session is not None:
-            return
-        if self._look():
+        if known is None and self._is_plain:  # one walk for that and for the pass
+            held = named_members(self.module)
+            self.__dict__["_layout"] = self._lay_out(held)
+            self._seen = held[0] | held[1]
+        if known is None or self.session is not None or self._look():
             return
         live = live_tensors(self.module)
         if known.outline.holds(live):
@@ -318,12 +321,11 @@ class ModuleSource(WeightSource):
     @cached_property
     def _layout(self) -> Layout:
         with nullcontext() if self.is_async else self._open():
-            return lay_out(
-                self.module,
-                rename=self.rename,
-                dtype=self.dtype,
-                persistent=self.buffers == "persistent",
-            )
+            return self._lay_out()
+
+    def _lay_out(self, held: Members | None = None) -> Layout:
+        options: Any = {"rename": self.rename, "dtype": self.dtype, "held": held}
+        return lay_out(self.module, persistent=self.buffers == "persistent", **options)
 
     def _open(self) -> AbstractContextManager[Any]:
         held = nullcontext() if self.session is None else self.session()

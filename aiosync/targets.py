@@ -231,7 +231,8 @@ def _matched_plainly(
     if not same([meta.shape for meta in metadata], map(SHAPE, tensors)):
         return None
     left_out = [name for name in model.tensors if name not in announced]
-    return _Match(Names.of(names), [], left_out, 0, _common_device(tensors))
+    device = None if any(map(torch.Tensor.is_inference, tensors)) else live[0].device
+    return _Match(Names.of(names), [], left_out, 0, device)
 
 
 def check_coverage(

@@ -408,6 +408,13 @@ async def test_an_async_source_has_nothing_copied_on_the_loop():
     assert thread != threading.get_ident()
 
 
+def test_a_source_may_say_by_itself_what_it_owns():
+    source = Scripted(good())
+    assert SourceFeed(source).owned == [0, 1, 2]
+    source.owned_names = lambda rank: ["a", "l.0.c"]
+    assert SourceFeed(source).owned == [0, 2]
+
+
 def test_a_plain_pass_hands_on_as_many_groups_as_went_before():
     net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(6)))
     feed = SourceFeed(ModuleSource(net))

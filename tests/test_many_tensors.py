@@ -6,6 +6,7 @@ import threading
 import weakref
 from contextlib import nullcontext
 from itertools import chain
+from operator import is_
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from aiosync.feed import SourceFeed
 from aiosync.metadata import Validated
 from aiosync.module_walk import named_members, outline
 from aiosync.sinks import StagedSink, make_sink
+from aiosync.source_side import SourceSide
 from aiosync.sources import ModuleSource
+from transports.lane import Lane
 from transports.plain_memory import addresses_of
 from transports.shared_memory import ShmReceiver, ShmSender
 from transports.sharing import share_tensors
@@ -301,3 +304,56 @@ def test_a_resident_tensor_that_moved_is_noticed_when_all_were_known(digest):
     finally:
         sender.release()
         receiver.release()
+
+
+def test_the_first_round_walks_a_module_once(monkeypatch):
+    net, walks = model(), []
+
+    def walked(module):
+        walks.append(module)
+        return named_members(module)
+
+    for user in ("sources", "module_layout"):
+        monkeypatch.setattr(f"aiosync.{user}.named_members", walked)
+    source = ModuleSource(net)
+    source.notice_changes()
+    names = [meta.name for meta in source.metadata]
+    assert len(names) == len(set(map(id, net.parameters())))
+    assert all(map(is_, source.plain_tensors(), map(net.get_parameter, names)))
+    assert walks == [net]
+    # What was found is for one round, and not for one in which others had a turn.
+    source.notice_changes()
+    source.forget_tensors()
+    net["layers"][1].bias = nn.Parameter(torch.ones(1))
+    assert any(tensor is net["layers"][1].bias for tensor in source.plain_tensors())
+
+
+def test_what_is_found_before_a_first_round_is_no_pass_with_a_session():
+    source = ModuleSource(model(), session=nullcontext)
+    source.notice_changes()
+    assert source.plain_tensors() is None
+    assert "_layout" not in vars(source)
+
+
+@pytest.mark.asyncio
+async def test_a_module_is_described_on_its_lane_alone():
+    threads = []
+
+    def rename(name):
+        threads.append(threading.get_ident())
+        return name
+
+    net = nn.Linear(2, 2)
+    side = SourceSide(ModuleSource(net, rename=rename), name="t", rank=0, lane_factory=Lane)
+    try:
+        first = await side.open_feed(grace=1)
+        assert await side.open_feed(grace=1) is first
+        del net.bias
+        for _ in range(2):  # the first one that notices, and one that knows nothing any more
+            side.source._forget()
+            changed = await side.open_feed(grace=1)
+            assert [meta.name for meta in changed.metadata] == ["weight"]
+    finally:
+        side.close()
+    assert threads
+    assert threading.get_ident() not in threads
