@@ -188,6 +188,8 @@ class SourceFeed:
         """
         tensors, addresses, looking, at = self.plain or [], self.addresses, self.looking, 0
         self.forget()
+        if looking is not None:
+            looking = looking.renewed()  # readers may have been waited for
         # All along, not step by step: a thread that begins to wait between two steps, as each write
         # to a socket has it do, waits for as long as the setting says at that moment.
         with nullcontext() if looking is None else short_turns:

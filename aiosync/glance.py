@@ -13,6 +13,7 @@ not looked at yet.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import OrderedDict
 from itertools import accumulate, chain, groupby
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _RUN = (32, 256)  # modules, at first and later
 _PART = (64, 768)  # tensors, of which a single module may have tens of thousands
 _FIRST = 12  # steps; a tree's upper levels have one or two each, if they are no wider than that
+_FRESH_S = 0.02  # a look that paused for longer begins anew
 _DEEPEST = 900  # levels; a tree without an end has more
 _HELD: Callable[[Any], tuple[dict[str, Any], ...]]
 _HELD = itemgetter("_parameters", "_buffers", "_modules")
@@ -172,9 +174,10 @@ class Looking:
 
     def __init__(self, glance: Glance, module: nn.Module) -> None:
         self.failed = self.is_whole = False
-        self._glance = glance
+        self._glance, self._module = glance, module
         self._seen: list[torch.Tensor] = []
         self._steps = glance.walk(module, self._seen)
+        self._paused = time.monotonic()
         self.known = 0
 
     def begins_well(self) -> bool:
@@ -182,13 +185,20 @@ class Looking:
         for _ in range(_FIRST):
             if not self.failed and not self.is_whole and not self.known:
                 self._step()
+        self._paused = time.monotonic()
         return not self.failed
 
     def goes_on(self) -> bool:
         """Look at a few more, a fraction of a millisecond; whether there may be more."""
         with short_turns:
             self._step()
+        self._paused = time.monotonic()
         return not self.failed and not self.is_whole
+
+    def renewed(self) -> Looking:
+        """This look; or one from the beginning, if what it saw ahead was seen a while ago."""
+        is_fresh = time.monotonic() - self._paused < _FRESH_S
+        return self if is_fresh else Looking(self._glance, self._module)
 
     def reaches(self, count: int) -> bool:
         """Whether the first `count` tensors are as and where they were."""

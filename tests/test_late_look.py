@@ -6,6 +6,7 @@ import contextlib
 import gc
 import operator
 import sys
+import time
 import weakref
 
 import pytest
@@ -23,6 +24,7 @@ from aiosync.sinks import InPlaceSink
 from aiosync.streaming import stream_in
 from aiosync.targets import Writes
 from transports import device_copier
+from transports.device_receiver import DeviceReceiver
 from transports.lane import Lane
 
 KNOWN = 3
@@ -100,6 +102,43 @@ async def pair(memory, *, sink="in_place", verify="digest", make=model, **option
         async with trainer:
             await trainer.initialize()
             yield Pair(memory, trainer, theirs, worker)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sink", ["in_place", "staged"])
+@pytest.mark.parametrize("change", ["replace", "move", "start"])
+async def test_what_moves_while_readers_are_waited_for_is_not_read_where_it_was(
+    memory, monkeypatch, sink, change
+):
+    async with pair(memory, sink=sink) as both:
+        await both.get_known()
+        receive, old = DeviceReceiver.receive, []
+        monkeypatch.setattr(glances, "_FRESH_S", 0.0)
+
+        def receive_later(self, *args, **named):
+            if not old:
+                deadline = time.monotonic() + 10
+                while not (ahead and ahead[0].is_whole):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.001)
+                old.append([tensor.data for tensor in both.ours.parameters()])  # not freed
+                if change == "start":
+                    both.ours[0].one.weight.data = torch.ones(4, 4)
+                else:
+                    {"replace": replace, "move": move}[change](both.ours)
+                memory.own(*both.ours.parameters())
+            return receive(self, *args, **named)
+
+        ahead, goes_on = [], Looking.goes_on
+
+        def noted(self):
+            ahead.append(self)
+            return goes_on(self)
+
+        monkeypatch.setattr(Looking, "goes_on", noted)
+        monkeypatch.setattr(DeviceReceiver, "receive", receive_later)
+        report = await both.good_round()
+        assert "not as it was" in report.notes[0]
 
 
 @pytest.fixture
@@ -540,6 +579,19 @@ async def test_models_that_both_changed_agree_in_the_same_round(memory, sink):
                 await both.round()
             change(both.ours)  # what the worker has to say comes before the trainer's own look
             await both.get_known()
+
+
+@pytest.mark.parametrize("fresh", [60.0, 0.0])
+def test_a_look_that_paused_for_long_begins_anew(monkeypatch, fresh):
+    monkeypatch.setattr(glances, "_FRESH_S", fresh)
+    feed = late_feed(monkeypatch, model())
+    first = feed.looking
+    while first.goes_on():
+        pass
+    runs = list(feed.iter_plain())
+    assert first.is_whole
+    assert (len(runs) == 1) is bool(fresh)
+    assert sum(map(len, runs)) == len(feed.metadata)
 
 
 def late_feed(monkeypatch, net):
