@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _COUNT = attrgetter("_version")  # torch has no other public form
 _MOST = 1024
 """How many tensors are asked, about: half a millisecond's worth."""
+_AHEAD = 64
+"""How many of those that are not read yet, when a pass begins."""
 
 
 @final
@@ -51,6 +53,9 @@ class Reading:
         self._seen = 0
         self._tensors: list[torch.Tensor] = []
         self._counts: list[int] = []
+        self._ahead: Sequence[torch.Tensor] = ()
+        self._ahead_step = -(-count // _AHEAD) or 1
+        self._ahead_counts: list[int] = []
         self.note(tensors or ())
 
     @classmethod
@@ -58,12 +63,15 @@ class Reading:
         """What a pass over `feed` would read, on the thread that runs the source; may be None.
 
         Args:
-            late: Nothing is read before `note` is told of it.
+            late: Nothing is read before `note` is told of it, and some are counted before that.
         """
         if feed.plain is not None or feed.looking is not None:
             metadata = feed.metadata
             known = None if late else feed.plain
-            return cls(len(metadata), lambda: [meta.name for meta in metadata], known)
+            made = cls(len(metadata), lambda: [meta.name for meta in metadata], known)
+            if late:
+                made._note_ahead(feed.plain or ())
+            return made
         if not isinstance(feed.source, ModuleSource):
             return None
         read = {
@@ -80,17 +88,27 @@ class Reading:
         self._tensors += some
         self._counts += _counts(some)
 
+    def _note_ahead(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The pass will read these, after what a device was told to write to them before now.
+
+        What it is told to write from now on may come before or after that.
+        """
+        self._ahead = tensors[:: self._ahead_step]
+        self._ahead_counts = _counts(self._ahead)
+
     def check(self, *, rank: int) -> None:
         """Call it once the pass is over and nothing is read any more.
 
         Raises:
             Validation: A tensor was written to meanwhile; the first is named.
         """
-        now = _counts(self._tensors)
-        if now == self._counts:
+        now, ahead = _counts(self._tensors), _counts(self._ahead)
+        if now == self._counts and ahead == self._ahead_counts:
             return
-        names = self._names()[:: self._step]
-        written = list(compress(names, map(ne, now, self._counts)))
+        names = self._names()
+        written = list(compress(names[:: self._step], map(ne, now, self._counts)))
+        if not written:
+            written = list(compress(names[:: self._ahead_step], map(ne, ahead, self._ahead_counts)))
         more = f" and {len(written) - 1} more" if len(written) > 1 else ""
         raise Validation(
             f"{written[0]}{more} changed while the round was reading: the workers would have got a"
