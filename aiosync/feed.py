@@ -178,10 +178,13 @@ class SourceFeed:
         """Let go of what `look` found, where no pass has taken it."""
         self.plain = self.addresses = self.looking = None
 
-    def iter_plain(self) -> Generator[Run]:
+    def iter_plain(self, *, grows: bool = True) -> Generator[Run]:
         """The pass that `look` found: as many layer groups as went before, at least one.
 
         Or as far into a group as a look has come.
+
+        Args:
+            grows: False: one layer group at a time.
 
         Raises:
             Validation: The source is not as it was; see `settling.may_look_late`.
@@ -190,10 +193,11 @@ class SourceFeed:
         self.forget()
         if looking is not None:
             looking = looking.renewed()  # readers may have been waited for
+            grows = False
         # All along, not step by step: a thread that begins to wait between two steps, as each write
         # to a socket has it do, waits for as long as the setting says at that moment.
         with nullcontext() if looking is None else short_turns:
-            for end in self._graded_ends() if looking is None else accumulate(self.group_cut()):
+            for end in self._graded_ends() if grows else accumulate(self.group_cut()):
                 while at < end:
                     upto, found = end, tensors[at:end]
                     if looking is not None:

@@ -107,7 +107,9 @@ class SourcePass:
         """
         feed = self._feed
         is_plain = feed.plain is not None or feed.looking is not None
-        passing = feed.iter_plain() if is_plain else feed.iter_batches()
+        # A copy of half the model at once would keep the readers, and who cancels, waiting.
+        grows = self._keeper is None
+        passing = feed.iter_plain(grows=grows) if is_plain else feed.iter_batches()
         with closing(passing) as batches:
             due = 0  # below zero: a batch reached into the next group
             for number, count in enumerate(self._counts):

@@ -17,6 +17,7 @@ from aiosync.errors import Validation
 from aiosync.feed import SourceFeed
 from aiosync.metadata import ParamMeta
 from aiosync.ranks import TrainerRanks
+from aiosync.snapshots import Keeper
 from aiosync.source_pass import SourcePass
 from aiosync.sources import ModuleSource, WeightSource
 from transports.lane import Lane
@@ -427,3 +428,21 @@ def test_a_plain_pass_hands_on_as_many_groups_as_went_before():
     alone = SourceFeed(ModuleSource(torch.nn.Linear(2, 2)))
     alone.look()
     assert [len(run) for run in alone.iter_plain()] == [2]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_is_kept_of_a_plain_pass_is_copied_a_group_at_a_time(keeps):
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(6)))
+    took = []
+
+    class Sender:
+        takes_parameters = True
+
+        def write(self, batch):
+            took.append(len(batch))
+
+    feed, keeper = SourceFeed(ModuleSource(net)), Keeper() if keeps else None
+    the_pass = SourcePass(feed, TrainerRanks.alone(), Sender(), keeper=keeper)
+    the_pass.prepare()
+    the_pass.run()
+    assert took == ([2] * 6 if keeps else [2, 2, 4, 4])
