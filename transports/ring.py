@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transports.planning import Plan
 
 _ALIGN = 512
+_FEW = 4  # copies that are made one by one
 _ADDRESS: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _IS_CUDA: Callable[[torch.Tensor], bool] = attrgetter("is_cuda")
 
@@ -142,9 +143,10 @@ class Ring:
     def _copy_of(
         self, index: int, first: int, tensors: Sequence[torch.Tensor], *, alike: bool = False
     ) -> _Copy | None:
-        # Also for a single one: a copy of torch's beside these would hold up the next of them.
-        if not pointer_copies(self.memory.device) or not all(
-            map(_IS_CUDA, tensors[:1] if alike else tensors)
+        if (
+            len(tensors) < _FEW
+            or not pointer_copies(self.memory.device)
+            or not all(map(_IS_CUDA, tensors[:1] if alike else tensors))
         ):
             return None
         key = (first, len(tensors))
