@@ -399,6 +399,39 @@ def test_the_receiver_takes_the_specified_bytes_from_the_wire(name, prefetches):
     assert not group.hub.queues[1]
 
 
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_the_receiver_is_ready_for_what_comes_next_as_far_as_its_ring_goes(prefetches):
+    count, size = 12, 512
+    plan = plan_chunks([size // 2] * 2 * count, [1] * 2 * count, limit=size - 1, rule=NCCL_PACKED)
+    assert len(plan.chunks) == count
+    group, taken = FakeGroup(1, 2), []
+
+    class Counted(FakeGroup):
+        def broadcast(self, data, queue, *, timeout):
+            super().broadcast(data, queue, timeout=timeout)
+            taken.append(len(data))
+
+    group.__class__ = Counted
+    sent = [torch.full((size,), at + 1, dtype=torch.uint8) for at in range(count)]
+    group.hub.queues[1] = deque(sent)
+    receiver = NcclReceiver(group, ring_nbytes=3 * size)
+    receiver.describe([ParamMeta(f"t{at}", torch.uint8, (size // 2,)) for at in range(2 * count)])
+    into = [torch.zeros(size // 2, dtype=torch.uint8) for _ in range(2 * count)]
+    ready = []
+
+    def destination(index):
+        if index % 2 == 0:
+            ready.append(len(taken))
+        return into[index]
+
+    if prefetches:
+        receiver.prefetch(plan, round=1, stall=5)
+    receiver.receive(plan, destination, lambda done: None, round=1, stall=5)
+    assert ready == [3 if prefetches else 1] + [min(at + 3, count) for at in range(1, count)]
+    for at, tensor in enumerate(into):  # nothing was written over before it was taken out
+        assert torch.equal(tensor, sent[at // 2][: size // 2])
+
+
 def test_a_sender_takes_what_is_due_and_nothing_else():
     case = FIXTURE["one chunk"]
     metas, plan = described(case)

@@ -47,12 +47,8 @@ class NcclReceiver(Half):
         For a round that is announced as the last one was: `receive` goes on from there.
         """
         self._open(plan, round, stall)
-        ring = self._opened
         try:
-            for block in ring.blocks[:AHEAD]:
-                if block.place < 0 or block.after >= 0:
-                    break
-                self._post(ring)
+            self._post_ahead(self._opened, 0)
         except AiosyncError as error:
             self.close()
             raise self._locate(error, "receive") from error.__cause__
@@ -118,10 +114,21 @@ class NcclReceiver(Half):
                 indices = range(block.first, block.end)
                 targets = targets_of(destination, indices)  # a sink may hand out many at once
                 self._load(ring, index, targets, known_of(destination, indices))
+                self._post_ahead(ring, index + 1)
             self._under_way.append(index)
             meanwhile(block.end)
             settle(AHEAD)
         settle(0)
+
+    def _post_ahead(self, ring: Ring, loaded: int) -> None:
+        """Queue the broadcasts behind the first `loaded` chunks whose places are free in time.
+
+        The sender must not wait until somebody knows where a chunk goes.
+        """
+        for block in ring.blocks[self._posted : loaded + AHEAD]:
+            if block.place < 0 or block.after >= loaded:
+                break
+            self._post(ring)
 
     def _post(self, ring: Ring) -> None:
         """Queue the broadcast of the next chunk that has a place in the ring."""
