@@ -170,6 +170,7 @@ class SourceFeed:
         """
         looking, self.looking = self.looking, None
         if looking is not None:
+            looking = looking.renewed()
             if not looking.ends_well():
                 raise _moved()
             self.plain = looking.tensors(0, len(self.metadata))
@@ -280,8 +281,10 @@ class SourceFeed:
         return f"{type(self.source).__name__}.{'iter_groups' if self._grouped else 'iter_full'}"
 
     def _owned(self) -> list[int]:
-        method = getattr(self.source, "owned_names", None)
-        if method is None or getattr(method, "__func__", None) is WeightSource.owned_names:
+        source: Any = self.source
+        method = getattr(source, "owned_names", None)
+        is_own = getattr(method, "__self__", None) is source  # not that of something it wraps
+        if method is None or (is_own and method.__func__ is WeightSource.owned_names):
             metas = enumerate(self.metadata)
             return [i for i, m in metas if m.owners is None or self.rank in m.owners]
         positions = {meta.name: i for i, meta in enumerate(self.metadata)}

@@ -14,8 +14,11 @@ import os
 import threading
 from typing import Final, final
 
-OBJECTS: Final = 1_000_000
-"""More new objects than that are looked at even so, whoever made them: what waits is bounded."""
+OBJECTS: Final = 999_983
+"""More new objects than that are looked at even so, whoever made them: what waits is bounded.
+
+A number that nobody else sets: found where it was to be put back, it is ours.
+"""
 
 
 @final
@@ -29,18 +32,19 @@ class FewCollections:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come in between
         self._users = 0
-        self._before = self._ours = gc.get_threshold()
+        self._before = gc.get_threshold()
 
     def __enter__(self) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                self._before = self._ours = gc.get_threshold()
+                now = gc.get_threshold()
+                if now[0] != OBJECTS:  # else somebody has saved it inside, and put it back since
+                    self._before = now
                 if 0 < self._before[0] < OBJECTS:
                     gc.set_threshold(OBJECTS, *self._before[1:])
-                    self._ours = gc.get_threshold()
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:
@@ -50,13 +54,12 @@ class FewCollections:
 
     def begin_anew(self) -> None:
         """In a forked child: whoever was inside, or at the door, is not there."""
-        self._lock = threading.Lock()
-        if self._users:
-            self._users = 0
-            self._put_back()
+        self._lock = threading.RLock()
+        self._users = 0
+        self._put_back()
 
     def _put_back(self) -> None:
-        if self._ours != self._before and gc.get_threshold() == self._ours:
+        if gc.get_threshold()[0] == OBJECTS != self._before[0]:
             gc.set_threshold(*self._before)
 
 

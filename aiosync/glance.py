@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _RUN = (32, 256)  # modules, at first and later
 _PART = (64, 768)  # tensors, of which a single module may have tens of thousands
 _FIRST = 12  # steps; a tree's upper levels have one or two each, if they are no wider than that
-_FRESH_S = 0.02  # a look that paused for longer begins anew
+FRESH_S = 0.02  # what was seen before a longer pause is looked at again
 _DEEPEST = 900  # levels; a tree without an end has more
 _HELD: Callable[[Any], tuple[dict[str, Any], ...]]
 _HELD = itemgetter("_parameters", "_buffers", "_modules")
@@ -173,10 +173,13 @@ class Looking:
     """
 
     def __init__(self, glance: Glance, module: nn.Module) -> None:
-        self.failed = self.is_whole = False
         self._glance, self._module = glance, module
+        self._begin()
+
+    def _begin(self) -> None:
+        self.failed = self.is_whole = False
         self._seen: list[torch.Tensor] = []
-        self._steps = glance.walk(module, self._seen)
+        self._steps = self._glance.walk(self._module, self._seen)
         self._paused = time.monotonic()
         self.known = 0
 
@@ -189,7 +192,9 @@ class Looking:
         return not self.failed
 
     def goes_on(self) -> bool:
-        """Look at a few more, a fraction of a millisecond; whether there may be more."""
+        """Look at a few more, from the beginning after a pause; whether there may be more."""
+        if not self._is_fresh:
+            self._begin()
         with short_turns:
             self._step()
         self._paused = time.monotonic()
@@ -197,8 +202,11 @@ class Looking:
 
     def renewed(self) -> Looking:
         """This look; or one from the beginning, if what it saw ahead was seen a while ago."""
-        is_fresh = time.monotonic() - self._paused < _FRESH_S
-        return self if is_fresh else Looking(self._glance, self._module)
+        return self if self._is_fresh else Looking(self._glance, self._module)
+
+    @property
+    def _is_fresh(self) -> bool:
+        return time.monotonic() - self._paused < FRESH_S
 
     def reaches(self, count: int) -> bool:
         """Whether the first `count` tensors are as and where they were."""

@@ -97,6 +97,7 @@ class Holds:
             return
         linger = round.budget.cleanup / 4
         await round.attendance.call(links, self._take, phase="pause", linger=linger)
+        round.source_side.look_again()  # requests ended meanwhile, and others' code ran
 
     def start_clocks(self) -> None:
         """The members have answered `start`: what they measure from here on is the round's.

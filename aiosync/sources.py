@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from aiosync.glance import Glance, Looking
+from aiosync.glance import FRESH_S, Glance, Looking
 from aiosync.grouping import layer_runs
 from aiosync.metadata import first_few
 from aiosync.module_layout import (
@@ -173,6 +174,7 @@ class ModuleSource(WeightSource):
         self.looking: Looking | None = None
         """What `look_late` began; a pass completes it."""
         self._was_plain = self._has_stayed = False
+        self._looked_at = 0.0
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
@@ -200,13 +202,13 @@ class ModuleSource(WeightSource):
             held = named_members(self.module)
             self.__dict__["_layout"] = self._lay_out(held)
             self._seen = held[0] | held[1]
-        if known is None or self.session is not None or self._look():
-            return
-        live = live_tensors(self.module)
-        if known.outline.holds(live):
-            self._seen = live
-        else:
-            self._forget()
+        elif known is not None and self.session is None and not self._look():
+            live = live_tensors(self.module)
+            if known.outline.holds(live):
+                self._seen = live
+            else:
+                self._forget()
+        self._looked_at = time.monotonic()
 
     def look_late(self) -> bool:
         """Instead of `notice_changes`: whether all seems to be as and where it was.
@@ -279,6 +281,8 @@ class ModuleSource(WeightSource):
             return None
         if self.metadata != self._layout.announced:
             return None  # then only names tell which is which
+        if time.monotonic() - self._looked_at > FRESH_S:  # others may have run meanwhile
+            self._seen = self._glanced = None
         if self._glanced is not None or (self._seen is None and self._look()):
             return self._glanced
         # What this round's `notice_changes` has just walked is not walked again.

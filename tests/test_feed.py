@@ -13,6 +13,7 @@ import torch
 from anyio.lowlevel import checkpoint
 from torch import nn
 
+from aiosync import glance
 from aiosync.errors import Validation
 from aiosync.feed import SourceFeed
 from aiosync.metadata import ParamMeta
@@ -446,3 +447,39 @@ def test_what_is_kept_of_a_plain_pass_is_copied_a_group_at_a_time(keeps):
     the_pass.prepare()
     the_pass.run()
     assert took == ([2] * 6 if keeps else [2, 2, 4, 4])
+
+
+def test_the_names_of_a_wrapped_source_are_asked_for():
+    class Inner(WeightSource):
+        @cached_property
+        def metadata(self):
+            return [
+                ParamMeta(name, torch.float32, (1,), owners=(at,)) for at, name in enumerate("ab")
+            ]
+
+    class Wrapper:
+        def __init__(self, inner):
+            self.inner = inner
+            self.metadata = [ParamMeta(name, torch.float32, (1,)) for name in "ab"]
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    assert SourceFeed(Wrapper(Inner())).owned == [0]
+    assert SourceFeed(Inner(), rank=1).owned == [1]
+
+
+def test_all_tensors_before_a_pass_are_those_of_now(monkeypatch):
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(100)))
+    source = ModuleSource(net)
+    for _ in range(3):
+        source.notice_changes()
+        source.plain_tensors()
+    assert source.look_late()
+    feed = SourceFeed(source)
+    feed.look()
+    assert feed.looking is not None
+    net[0].weight = torch.nn.Parameter(torch.ones(2, 2))
+    monkeypatch.setattr(glance, "FRESH_S", 0.0)
+    with pytest.raises(Validation, match="not as it was"):
+        feed.look_to_the_end()

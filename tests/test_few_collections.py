@@ -226,3 +226,21 @@ def test_nobody_waits_inside():
     ]
     assert found
     assert not any(isinstance(node, waits) for block in found for node in ast.walk(block))
+
+
+def test_what_somebody_saved_inside_and_put_back_afterwards_does_not_stay():
+    with few_collections:
+        saved = gc.get_threshold()
+        gc.set_threshold(50, 5, 5)
+    gc.set_threshold(*saved)
+    with few_collections:
+        assert gc.get_threshold()[0] == OBJECTS
+    assert gc.get_threshold() == USUAL
+
+
+def test_one_who_was_just_leaving_is_not_there_in_a_forked_child():
+    few_collections.__enter__()
+    with few_collections._lock:
+        few_collections._users -= 1  # and is about to put it back
+        few_collections.begin_anew()
+    assert gc.get_threshold() == USUAL

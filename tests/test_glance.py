@@ -13,7 +13,7 @@ from torch import nn
 
 import aiosync
 from aiosync import glance as glances
-from aiosync.glance import Glance
+from aiosync.glance import Glance, Looking
 from aiosync.module_layout import live_tensors
 from aiosync.sinks import make_sink
 from aiosync.sources import ModuleSource
@@ -344,3 +344,18 @@ def test_nothing_is_taken_out_of_dicts_of_other_kinds():
     assert Shelf.taken == before
     model.layers[1]._parameters = OrderedDict(model.layers[1]._parameters)
     assert Glance.of(model, live, list(live)) is not None
+
+
+def test_a_look_goes_on_from_the_beginning_after_a_pause(monkeypatch):
+    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(400)))
+    tensors = live_tensors(net)
+    looking = Looking(Glance.of(net, tensors, list(tensors)), net)
+    assert looking.begins_well()
+    assert looking.known
+    assert looking.goes_on()
+    net[0].weight = nn.Parameter(torch.ones(2, 2))
+    assert looking.goes_on()  # what was seen a moment ago counts
+    monkeypatch.setattr(glances, "FRESH_S", 0.0)
+    while looking.goes_on():
+        monkeypatch.setattr(glances, "FRESH_S", 60.0)
+    assert looking.failed

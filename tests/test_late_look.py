@@ -113,7 +113,6 @@ async def test_what_moves_while_readers_are_waited_for_is_not_read_where_it_was(
     async with pair(memory, sink=sink) as both:
         await both.get_known()
         receive, old = DeviceReceiver.receive, []
-        monkeypatch.setattr(glances, "_FRESH_S", 0.0)
 
         def receive_later(self, *args, **named):
             if not old:
@@ -121,6 +120,7 @@ async def test_what_moves_while_readers_are_waited_for_is_not_read_where_it_was(
                 while not (ahead and ahead[0].is_whole):
                     assert time.monotonic() < deadline
                     time.sleep(0.001)
+                monkeypatch.setattr(glances, "FRESH_S", 0.0)
                 old.append([tensor.data for tensor in both.ours.parameters()])  # not freed
                 if change == "start":
                     both.ours[0].one.weight.data = torch.ones(4, 4)
@@ -583,11 +583,12 @@ async def test_models_that_both_changed_agree_in_the_same_round(memory, sink):
 
 @pytest.mark.parametrize("fresh", [60.0, 0.0])
 def test_a_look_that_paused_for_long_begins_anew(monkeypatch, fresh):
-    monkeypatch.setattr(glances, "_FRESH_S", fresh)
+    monkeypatch.setattr(glances, "FRESH_S", 60.0)
     feed = late_feed(monkeypatch, model())
     first = feed.looking
     while first.goes_on():
         pass
+    monkeypatch.setattr(glances, "FRESH_S", fresh)
     runs = list(feed.iter_plain())
     assert first.is_whole
     assert (len(runs) == 1) is bool(fresh)

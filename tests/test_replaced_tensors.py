@@ -6,6 +6,7 @@ import gc
 import weakref
 from contextlib import asynccontextmanager
 
+import anyio
 import pytest
 import torch
 from torch import nn
@@ -91,3 +92,46 @@ async def test_a_round_that_fails_before_its_pass_keeps_no_parameter():
         del worker.model.more
         await sync.send_weights()
         assert worker.model[0].weight.eq(7).all()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+async def test_what_a_context_around_the_round_replaces_is_what_is_sent(before):
+    async with pair() as (trained, sync, worker):
+        for _ in range(before):
+            await sync.send_weights()
+
+        @asynccontextmanager
+        async def around(member):
+            replace(trained, 7.0)
+            yield
+
+        await sync.send_weights(around=[around])
+        assert worker.model[0].weight.eq(7).all()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+async def test_what_is_replaced_while_a_worker_takes_long_to_start_is_what_is_sent(before):
+    async with pair() as (trained, sync, worker):
+        for _ in range(before):
+            await sync.send_weights()
+
+        async def slow(context):
+            replace(trained, 7.0)
+            await anyio.sleep(0.05)  # longer than a look counts
+
+        worker.gate("start", slow)
+        await sync.send_weights()
+        assert worker.model[0].weight.eq(7).all()
+
+
+@pytest.mark.asyncio
+async def test_a_plan_keeps_no_tensor():
+    async with pair() as (trained, sync, _):
+        for _ in range(2):
+            await sync.plan()
+            gone = weakref.ref(trained[0].weight)
+            replace(trained, 7.0)
+            gc.collect()
+            assert gone() is None

@@ -90,6 +90,16 @@ def test_a_forked_child_has_nobody_inside():
                 with short_turns:
                     found.append(sys.getswitchinterval())
                 found.append(sys.getswitchinterval())
-            os._exit([round(each, 5) for each in found] != [5e-3, TURN_S, 5e-3])
+            os._exit(found != pytest.approx([5e-3, TURN_S, 5e-3], rel=0.02))
         assert os.waitpid(pid, 0)[1] == 0
+    assert sys.getswitchinterval() == pytest.approx(5e-3)
+
+
+def test_what_somebody_saved_inside_and_put_back_afterwards_does_not_stay():
+    with short_turns:
+        saved = sys.getswitchinterval()
+        sys.setswitchinterval(2e-3)
+    sys.setswitchinterval(saved)
+    with short_turns:
+        assert sys.getswitchinterval() == pytest.approx(TURN_S, rel=0.02)
     assert sys.getswitchinterval() == pytest.approx(5e-3)

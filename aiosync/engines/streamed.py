@@ -143,8 +143,11 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
             Refused: The trainer's side of the channel would not fit into memory.
         """
         grace = DEFAULTS.cleanup_s / 2
-        feed = await self.source_side.open_feed(grace=grace)
-        plan = await self.source_side.open_plan(feed, self.make_plan, grace=grace)
+        try:
+            feed = await self.source_side.open_feed(grace=grace)
+            plan = await self.source_side.open_plan(feed, self.make_plan, grace=grace)
+        finally:
+            self.source_side.look_again()  # no round follows that would let the tensors go
 
         def add_up() -> PlanSummary:
             need, free = self.channel_memory(plan)
