@@ -10,9 +10,9 @@ gone before the next one.
 from __future__ import annotations
 
 import gc
-import os
-import threading
 from typing import Final, final
+
+from aiosync.process_setting import ProcessSetting
 
 OBJECTS: Final = 999_983
 """More new objects than that are looked at even so, whoever made them: what waits is bounded.
@@ -22,7 +22,7 @@ A number that nobody else sets: found where it was to be put back, it is ours.
 
 
 @final
-class FewCollections:
+class FewCollections(ProcessSetting):
     """``with few_collections:`` around such work, on any thread; never across an ``await``.
 
     It raises the threshold of the young generation, one setting of the whole process. The last who
@@ -32,31 +32,15 @@ class FewCollections:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may come in between
-        self._users = 0
+        super().__init__()
         self._before = gc.get_threshold()
 
-    def __enter__(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                now = gc.get_threshold()
-                if now[0] != OBJECTS:  # else somebody has saved it inside, and put it back since
-                    self._before = now
-                if 0 < self._before[0] < OBJECTS:
-                    gc.set_threshold(OBJECTS, *self._before[1:])
-
-    def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self._put_back()
-
-    def begin_anew(self) -> None:
-        """In a forked child: whoever was inside, or at the door, is not there."""
-        self._lock = threading.RLock()
-        self._users = 0
-        self._put_back()
+    def _change(self) -> None:
+        now = gc.get_threshold()
+        if now[0] != OBJECTS:  # else somebody has saved it inside, and put it back since
+            self._before = now
+        if 0 < self._before[0] < OBJECTS:
+            gc.set_threshold(OBJECTS, *self._before[1:])
 
     def _put_back(self) -> None:
         if gc.get_threshold()[0] == OBJECTS != self._before[0]:
@@ -64,5 +48,3 @@ class FewCollections:
 
 
 few_collections: Final = FewCollections()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=few_collections.begin_anew)

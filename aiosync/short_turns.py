@@ -7,10 +7,10 @@ waits until it was taken, and it is told only where somebody waits.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from typing import Final, final
+
+from aiosync.process_setting import ProcessSetting
 
 TURN_S: Final = 1.03e-4
 """How long a thread then keeps the interpreter while another waits for it.
@@ -24,7 +24,7 @@ _ROUNDS_DOWN_S = 5e-7  # what is set is cut to whole microseconds
 
 
 @final
-class ShortTurns:
+class ShortTurns(ProcessSetting):
     """``with short_turns:`` around the work, on any thread, for as short as it can be.
 
     When a thread is told is one setting of the whole process (`sys.setswitchinterval`). The last
@@ -32,33 +32,17 @@ class ShortTurns:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
+        super().__init__()
         self._before = self._ours = 0.0  # seconds
 
-    def __enter__(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                now = sys.getswitchinterval()
-                if now != self._ours:  # else somebody has saved it inside, and put it back since
-                    self._before = now
-                self._ours = now
-                if self._before > TURN_S:
-                    sys.setswitchinterval(TURN_S)
-                    self._ours = sys.getswitchinterval()
-
-    def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self._put_back()
-
-    def begin_anew(self) -> None:
-        """In a forked child: whoever was inside, or at the door, is not there."""
-        self._lock = threading.Lock()
-        self._users = 0
-        self._put_back()
+    def _change(self) -> None:
+        now = sys.getswitchinterval()
+        if now != self._ours:  # else somebody has saved it inside, and put it back since
+            self._before = now
+        self._ours = now
+        if self._before > TURN_S:
+            sys.setswitchinterval(TURN_S)
+            self._ours = sys.getswitchinterval()
 
     def _put_back(self) -> None:
         if self._ours != self._before and sys.getswitchinterval() == self._ours:
@@ -66,5 +50,3 @@ class ShortTurns:
 
 
 short_turns: Final = ShortTurns()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=short_turns.begin_anew)

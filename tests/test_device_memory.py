@@ -578,6 +578,14 @@ def test_a_plan_of_nothing_is_a_round_as_well(stack):
     assert [result.nbytes for result in results] == [0, 0]
 
 
+def send_all(stream, plan, tensors, number):
+    sender = stream.sender
+    sender.open(plan, 1, round=number, stall=STALL)
+    sender.write(Run(0, tensors, [tensor.data_ptr() for tensor in tensors]))
+    sender.finish()
+    sender.close()
+
+
 def test_what_is_to_be_looked_at_is_while_readers_are_waited_for(stack):
     tensors = [torch.full((16,), float(at)) for at in range(4)]
     stream = Stream(stack)
@@ -608,11 +616,8 @@ def test_what_is_to_be_looked_at_is_while_readers_are_waited_for(stack):
 
         thread = threading.Thread(target=receive)
         thread.start()
-        sender.open(plan, 1, round=number, stall=STALL)
-        sender.write(Run(0, tensors, addresses))
-        sender.finish()
+        send_all(stream, plan, tensors, number)
         thread.join(STALL)
-        sender.close()
         receiver.close()
         assert_equal(targets, tensors)
     assert len(looks) == 5
@@ -637,11 +642,8 @@ def test_readers_are_let_in_while_there_is_more_to_look_at(stack):
             kwargs={"round": number, "stall": STALL},
         )
         thread.start()
-        sender.open(plan, 1, round=number, stall=STALL)
-        sender.write(Run(0, tensors, addresses))
-        sender.finish()
+        send_all(stream, plan, tensors, number)
         thread.join(STALL)
-        sender.close()
         receiver.close()
         assert_equal(targets, tensors)
     sender.set_unseen(addresses, lambda: True)

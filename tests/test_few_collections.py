@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import gc
 import os
-import threading
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from insiders import another_inside
 
 from aiosync import few_collections as module
 from aiosync.codec import convert, decode_json, decode_msgpack
@@ -56,26 +56,6 @@ def counted():
         gc.callbacks.remove(note)
 
 
-@contextmanager
-def another_inside():
-    """A thread that makes many objects for as long as the block lasts."""
-    inside, leave = threading.Event(), threading.Event()
-
-    def work():
-        with few_collections:
-            inside.set()
-            leave.wait(5)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        assert inside.wait(5)
-        yield
-    finally:
-        leave.set()
-        thread.join(5)
-
-
 def test_nothing_is_collected_inside_and_all_is_as_before_outside():
     with counted() as found, few_collections:
         kept = [[] for _ in range(20_000)]
@@ -103,7 +83,7 @@ def test_what_waits_is_bounded(monkeypatch):
 def test_the_last_of_several_threads_puts_it_back():
     with ExitStack() as stack:
         with few_collections, few_collections:
-            stack.enter_context(another_inside())
+            stack.enter_context(another_inside(few_collections))
         assert gc.get_threshold() == (OBJECTS, *USUAL[1:])
     assert gc.get_threshold() == USUAL
 
@@ -141,7 +121,7 @@ def test_what_somebody_sets_meanwhile_stays(theirs):
 @pytest.mark.filterwarnings("ignore:.*fork")  # of a process with threads
 def test_a_forked_child_has_nobody_inside():
     # The lock is held by a thread that the child does not have.
-    with another_inside(), few_collections._lock:
+    with another_inside(few_collections), few_collections._lock:
         pid = os.fork()
         if pid == 0:
             found = [gc.get_threshold()]
@@ -244,3 +224,11 @@ def test_one_who_was_just_leaving_is_not_there_in_a_forked_child():
         few_collections._users -= 1  # and is about to put it back
         few_collections.begin_anew()
     assert gc.get_threshold() == USUAL
+
+
+def test_what_somebody_sets_inside_stays_when_another_comes():
+    with few_collections:
+        gc.set_threshold(50, 5, 5)
+        with few_collections:
+            assert gc.get_threshold() == (50, 5, 5)
+    assert gc.get_threshold() == (50, 5, 5)

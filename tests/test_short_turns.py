@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
+from insiders import another_inside
 
 from aiosync.short_turns import TURN_S, short_turns
 
@@ -27,30 +27,10 @@ def test_turns_are_short_inside_and_as_before_outside():
     assert sys.getswitchinterval() == pytest.approx(5e-3)
 
 
-@contextmanager
-def another_inside():
-    """A thread that works in short turns for as long as the block lasts."""
-    inside, leave = threading.Event(), threading.Event()
-
-    def work():
-        with short_turns:
-            inside.set()
-            leave.wait(5)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        assert inside.wait(5)
-        yield
-    finally:
-        leave.set()
-        thread.join(5)
-
-
 def test_the_last_of_several_threads_puts_it_back():
     with ExitStack() as stack:
         with short_turns:
-            stack.enter_context(another_inside())
+            stack.enter_context(another_inside(short_turns))
         assert sys.getswitchinterval() == pytest.approx(TURN_S, rel=0.02)
     assert sys.getswitchinterval() == pytest.approx(5e-3)
 
@@ -81,7 +61,7 @@ def test_what_somebody_sets_meanwhile_stays():
 @pytest.mark.filterwarnings("ignore:.*fork")  # of a process with threads
 def test_a_forked_child_has_nobody_inside():
     # The lock is held by a thread that the child does not have.
-    with another_inside(), short_turns._lock:
+    with another_inside(short_turns), short_turns._lock:
         pid = os.fork()
         if pid == 0:
             found = [sys.getswitchinterval()]
