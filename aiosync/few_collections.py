@@ -5,6 +5,10 @@ a quarter was added to it: beside a model of tens of thousands of tensors that t
 in which no thread of the process runs. What an announcement or a model's views are made of has no
 cycles and is there to stay: no look finds anything in it. What is made only on the way there is
 gone before the next one.
+
+A pass over a model makes a few hundred objects, but lists of thousands of tensors among them: one
+look at those takes a millisecond, at some of the last ten looks' remains several, and the wire
+stands still.
 """
 
 from __future__ import annotations

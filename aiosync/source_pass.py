@@ -8,10 +8,12 @@ by group and copied out before the source is resumed.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, final
 
 from aiosync.errors import Validation
 from aiosync.feed_checker import settled
+from aiosync.few_collections import few_collections
 from aiosync.passes import CLOSE_SECONDS, aclosing, closing
 from aiosync.reading import Reading
 from transports.stream import columns_of
@@ -110,7 +112,9 @@ class SourcePass:
         # A copy of half the model at once would keep the readers, and who cancels, waiting.
         grows = self._keeper is None
         passing = feed.iter_plain(grows=grows) if is_plain else feed.iter_batches()
-        with closing(passing) as batches:
+        # A collection looks at each tensor of the lists that are new: the wire waits meanwhile. A
+        # source's own code may leave cycles of its own, with large tensors in them.
+        with few_collections if is_plain else nullcontext(), closing(passing) as batches:
             due = 0  # below zero: a batch reached into the next group
             for number, count in enumerate(self._counts):
                 self._ranks.meet(f"group {number}")

@@ -10,6 +10,7 @@ import functools
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, final
 
+from aiosync.few_collections import few_collections
 from aiosync.foreign import stoppable
 from aiosync.passes import CLOSE_SECONDS
 from aiosync.short_turns import short_turns
@@ -120,7 +121,10 @@ async def stream_in(
 
     def drive() -> StreamSummary:
         prepare()
-        with short_turns if sink.looks_late else nullcontext():  # see `SourceFeed.iter_plain`
+        with (
+            short_turns if sink.looks_late else nullcontext(),  # see `SourceFeed.iter_plain`
+            few_collections if sink.takes_all else nullcontext(),  # see `SourcePass.run`
+        ):
             summary = receiver.receive(plan, _Into(sink), sink.landed, round=round, stall=stall)
         if verify:
             sink.verify_stream()

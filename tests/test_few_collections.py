@@ -13,16 +13,23 @@ import pytest
 import torch
 from insiders import another_inside
 
+import aiosync
 from aiosync import few_collections as module
 from aiosync.codec import convert, decode_json, decode_msgpack
 from aiosync.engines.streamed import StreamUpdateInfo, plan_of
+from aiosync.feed import SourceFeed
 from aiosync.few_collections import OBJECTS, few_collections
 from aiosync.glance import Glance
 from aiosync.infos import parse_info
 from aiosync.metadata import from_wire, plain_metas, to_wire
 from aiosync.module_layout import lay_out
 from aiosync.module_walk import named_members
+from aiosync.ranks import TrainerRanks
+from aiosync.sinks import InPlaceSink
+from aiosync.source_pass import SourcePass
 from aiosync.spare import views_into
+from aiosync.streaming import stream_in
+from transports.lane import Lane
 
 USUAL = (700, 10, 10)
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,6 +192,56 @@ def test_makers_of_many_objects_have_few_collections(maker):
 def test_a_plan_is_nothing_to_the_collector():
     (chunk,) = plan_of(METAS, 1 << 20).chunks
     assert not any(map(gc.is_tracked, chunk.pieces))
+
+
+class OwnSource(aiosync.ModuleSource):
+    def iter_full(self):
+        yield from super().iter_full()
+
+
+@pytest.mark.parametrize("kind", [aiosync.ModuleSource, OwnSource])
+def test_a_pass_over_a_modules_own_parameters_has_few_collections(kind):
+    seen = []
+
+    class Sender:
+        takes_parameters = True
+
+        def write(self, batch):
+            seen.append(gc.get_threshold()[0])
+
+    the_pass = SourcePass(SourceFeed(kind(torch.nn.Linear(2, 2))), TrainerRanks.alone(), Sender())
+    the_pass.prepare()
+    the_pass.run()
+    assert set(seen) == {OBJECTS if kind is aiosync.ModuleSource else USUAL[0]}
+    assert gc.get_threshold() == USUAL
+
+
+class Loading(torch.nn.Linear):
+    def load_weights(self, pairs):
+        return {name for name, _ in pairs}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [torch.nn.Linear, Loading])
+async def test_tensors_arrive_with_few_collections_where_no_code_of_others_takes_them(kind):
+    seen, net = [], kind(2, 2)
+
+    class Receiver:
+        def receive(self, plan, destination, landed, **options):
+            seen.append(gc.get_threshold()[0])
+
+        def close(self):
+            pass
+
+    sink, lane = InPlaceSink(net), Lane("few")
+    metas = [aiosync.ParamMeta(n, p.dtype, tuple(p.shape)) for n, p in net.named_parameters()]
+    options = {"plan": None, "round": 1, "stall": 1.0, "grace": 1.0, "lane": lane}
+    try:
+        await stream_in(Receiver(), sink, prepare=lambda: sink.begin(metas), **options)
+    finally:
+        lane.close()
+    assert seen == [USUAL[0] if kind is Loading else OBJECTS]
+    assert gc.get_threshold() == USUAL
 
 
 def test_nobody_waits_inside():
