@@ -7,7 +7,7 @@ so a source may reuse its buffers between yields.
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, final
 
 from aiosync.few_collections import few_collections
@@ -85,14 +85,23 @@ async def _async_pass(the_pass: SourcePass, lane: LaneLike, grace: float) -> Non
 
 @final
 class _Into:
-    """A sink's destinations, one by one and many at once."""
+    """A sink's destinations, one by one and many at once.
 
-    def __init__(self, sink: Sink) -> None:
+    Args:
+        asked: Called once all have been asked for, and only the end is waited for.
+    """
+
+    def __init__(self, sink: Sink, asked: Callable[[], None]) -> None:
         self._sink = sink
+        self._asked = asked
         self.takes_all = sink.takes_all
         self.many = sink.destinations
         self.known = sink.known_addresses
-        self.meanwhile = sink.look_meanwhile
+
+    def meanwhile(self, count: int | None) -> None:
+        if count is None:
+            self._asked()
+        self._sink.look_meanwhile(count)
 
     def __call__(self, index: int) -> torch.Tensor:
         return self._sink.destination(index)
@@ -121,11 +130,12 @@ async def stream_in(
 
     def drive() -> StreamSummary:
         prepare()
-        with (
-            short_turns if sink.looks_late else nullcontext(),  # see `SourceFeed.iter_plain`
-            few_collections if sink.takes_all else nullcontext(),  # see `SourcePass.run`
-        ):
-            summary = receiver.receive(plan, _Into(sink), sink.landed, round=round, stall=stall)
+        with short_turns if sink.looks_late else nullcontext(), ExitStack() as few:
+            if sink.takes_all:  # see `SourcePass.run`
+                few.enter_context(few_collections)
+            # What waited to be collected has its time while the last bytes come, not after them.
+            into = _Into(sink, asked=few.close)
+            summary = receiver.receive(plan, into, sink.landed, round=round, stall=stall)
         if verify:
             sink.verify_stream()
         return summary

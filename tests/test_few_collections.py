@@ -229,6 +229,10 @@ async def test_tensors_arrive_with_few_collections_where_no_code_of_others_takes
     class Receiver:
         def receive(self, plan, destination, landed, **options):
             seen.append(gc.get_threshold()[0])
+            destination.meanwhile(1)
+            seen.append(gc.get_threshold()[0])
+            destination.meanwhile(None)  # all is on its way
+            seen.append(gc.get_threshold()[0])
 
         def close(self):
             pass
@@ -240,7 +244,8 @@ async def test_tensors_arrive_with_few_collections_where_no_code_of_others_takes
         await stream_in(Receiver(), sink, prepare=lambda: sink.begin(metas), **options)
     finally:
         lane.close()
-    assert seen == [USUAL[0] if kind is Loading else OBJECTS]
+    inside = USUAL[0] if kind is Loading else OBJECTS
+    assert seen == [inside, inside, USUAL[0]]
     assert gc.get_threshold() == USUAL
 
 

@@ -118,6 +118,7 @@ class NcclReceiver(Half):
             self._under_way.append(index)
             meanwhile(block.end)
             settle(AHEAD)
+        meanwhile(None)
         settle(0)
 
     def _post_ahead(self, ring: Ring, loaded: int) -> None:
