@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiosync.defaults import DEFAULTS
@@ -29,7 +30,7 @@ async def start(round: Round) -> None:
     if round.starts_with_update:
         return
     try:
-        await round.call("start", None)
+        await round.engine.beside_start(round, partial(round.call, "start", None))
     except (InvalidTransition, Fenced) as error:
         if round.recovered or not round.engine.recovers or not await has_restarted(round):
             raise

@@ -9,6 +9,7 @@ by group and copied out before the source is resumed.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, final
 
 from aiosync.errors import Validation
@@ -19,7 +20,7 @@ from aiosync.reading import Reading
 from transports.stream import columns_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     import torch
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from aiosync.ranks import TrainerRanks
     from aiosync.snapshots import Keeper
     from transports.lane import LaneLike
-    from transports.stream import Sender
+    from transports.stream import Run, Sender
 
 
 @final
@@ -56,6 +57,9 @@ class SourcePass:
         self._counts = feed.group_counts()
         self._failed = False
         self._reading: Reading | None = None
+        self._ahead = 0
+        self._passing: Generator[Run] | None = None
+        self._rest: list[Run] = []  # of the batch that `get_ahead` took last
 
     @property
     def is_async(self) -> bool:
@@ -77,6 +81,27 @@ class SourcePass:
             self._reading = Reading.of(self._feed, late=late)
         if self._keeper is not None:
             self._keeper.begin(self._feed)
+
+    def get_ahead(self, count: int) -> None:
+        """Hand the first `count` tensors to the sender before `run`; on the source lane.
+
+        After `prepare`, on a rank that is alone, of tensors that stay as they are. Nothing is
+        done where the source has to be run for them.
+        """
+        if self._feed.plain is None:
+            return
+        self._passing = self._iter_plain()
+        while self._ahead < count:
+            batch = next(self._passing)
+            due = min(count - self._ahead, len(batch))
+            self._hand_over(batch.part(0, due))
+            self._ahead += due
+            if due < len(batch):
+                self._rest.append(batch.part(due, len(batch)))
+
+    def _iter_plain(self) -> Generator[Run]:
+        # A copy of half the model at once would keep the readers, and who cancels, waiting.
+        return self._feed.iter_plain(grows=self._keeper is None)
 
     def check_unwritten(self) -> None:
         """All has been read: nobody may have written to it; on the source lane, or fail the round.
@@ -108,14 +133,13 @@ class SourcePass:
             The source's own exception, the sender's, or what the ranks agreed to stop for.
         """
         feed = self._feed
-        is_plain = feed.plain is not None or feed.looking is not None
-        # A copy of half the model at once would keep the readers, and who cancels, waiting.
-        grows = self._keeper is None
-        passing = feed.iter_plain(grows=grows) if is_plain else feed.iter_batches()
+        is_plain = self._passing is not None or feed.plain is not None or feed.looking is not None
+        passing = self._passing or (self._iter_plain() if is_plain else feed.iter_batches())
         # A collection looks at each tensor of the lists that are new: the wire waits meanwhile. A
         # source's own code may leave cycles of its own, with large tensors in them.
-        with few_collections if is_plain else nullcontext(), closing(passing) as batches:
-            due = 0  # below zero: a batch reached into the next group
+        with few_collections if is_plain else nullcontext(), closing(passing):
+            batches = chain(self._rest, passing)
+            due = -self._ahead  # below zero: a batch reached into the next group
             for number, count in enumerate(self._counts):
                 self._ranks.meet(f"group {number}")
                 due += count

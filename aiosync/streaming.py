@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from aiosync.few_collections import few_collections
 from aiosync.foreign import stoppable
@@ -27,46 +27,92 @@ if TYPE_CHECKING:
     from transports.stream import Receiver, Sender, StreamSummary
 
 
-async def stream_out(
-    the_pass: SourcePass,
-    sender: Sender,
-    *,
-    plan: Plan,
-    readers: int,
-    round: int,
-    stall: float,
-    grace: float,
-    lane: LaneLike,
-    prepare: Callable[[], None] | None = None,
-) -> StreamSummary:
-    """Send everything the pass yields; returns once every reader has acknowledged every chunk.
+@final
+class OutStream:
+    """One round's bytes on their way out.
 
-    The source is not touched before the readers are there. Cancellation aborts the pass and gives
-    the lane `grace` seconds to come back. `prepare` (blocking) runs on the lane first.
+    Args:
+        prepare: Blocking; runs on the lane first.
+        grace: Seconds that the lane gets to come back once the pass is aborted.
     """
 
-    def begin() -> None:
-        the_pass.prepare(prepare)
-        sender.open(plan, readers, round=round, stall=stall)
+    def __init__(
+        self,
+        the_pass: SourcePass,
+        sender: Sender,
+        *,
+        plan: Plan,
+        readers: int,
+        round: int,
+        stall: float,
+        grace: float,
+        lane: LaneLike,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self.sender = sender
+        self._pass, self._plan, self._readers = the_pass, plan, readers
+        self._round, self._stall, self._grace, self._lane = round, stall, grace, lane
+        self._prepare = prepare
+        self._has_begun = False
+        self._failure: Exception | None = None
 
-    def drive() -> StreamSummary:
-        begin()
-        the_pass.run()
-        return finish()
+    async def get_ahead(self) -> None:
+        """Make the first chunk ready, before the readers are told of it; nothing leaves.
 
-    def finish() -> StreamSummary:
-        summary = sender.finish()
-        the_pass.check_unwritten()
+        For senders that can `hold`, and a source that needs nobody's help. What goes wrong is
+        raised by `run`; where no `run` follows, `close`. A cancellation waits for the chunk.
+        """
+        await self._lane.run(self._get_ahead, grace=self._grace)
+
+    def _get_ahead(self) -> None:
+        try:
+            self._begin()
+            holding: Any = self.sender
+            holding.hold()
+            self._pass.get_ahead(self._plan.chunks[0].pieces[-1].tensor + 1)
+        except Exception as error:  # noqa: BLE001  raised by `run`
+            self._failure = error
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        self._pass.prepare(self._prepare)
+        self.sender.open(self._plan, self._readers, round=self._round, stall=self._stall)
+
+    def close(self) -> None:
+        """Nobody will `run` it, or it is over."""
+        self.sender.close()
+
+    async def run(self) -> StreamSummary:
+        """Send everything the pass yields; returns once every reader has acknowledged every chunk.
+
+        The source's own code is not run before the readers are there. Cancellation aborts the
+        pass.
+        """
+        the_pass, lane, grace = self._pass, self._lane, self._grace
+        try:
+            if not the_pass.is_async:
+                return await lane.run(self._drive, abort=the_pass.abort, grace=grace)
+            await lane.run(self._begin, abort=the_pass.abort, grace=grace)
+            await _async_pass(the_pass, lane, grace)
+            return await lane.run(self._finish, abort=the_pass.abort, grace=grace)
+        finally:
+            self.close()
+
+    def _drive(self) -> StreamSummary:
+        if self._failure is not None:
+            raise self._failure
+        if self._has_begun:
+            holding: Any = self.sender
+            holding.go()
+        else:
+            self._begin()
+        self._pass.run()
+        return self._finish()
+
+    def _finish(self) -> StreamSummary:
+        summary = self.sender.finish()
+        self._pass.check_unwritten()
         return summary
-
-    try:
-        if not the_pass.is_async:
-            return await lane.run(drive, abort=the_pass.abort, grace=grace)
-        await lane.run(begin, abort=the_pass.abort, grace=grace)
-        await _async_pass(the_pass, lane, grace)
-        return await lane.run(finish, abort=the_pass.abort, grace=grace)
-    finally:
-        sender.close()
 
 
 async def pass_along(the_pass: SourcePass, *, grace: float, lane: LaneLike) -> None:

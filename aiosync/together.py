@@ -18,7 +18,7 @@ from aiosync.ranks import Word, earlier, may_return
 from aiosync.reporting import make_report
 from aiosync.round_options import NEXT
 from aiosync.source_pass import SourcePass
-from aiosync.streaming import pass_along, stream_out
+from aiosync.streaming import OutStream, pass_along
 from statemachines.tables import Trigger
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ async def take_part(this: Round) -> None:
     if sender is None:
         await pass_along(the_pass, grace=grace, lane=lane)
     else:
-        await stream_out(
+        stream = OutStream(
             the_pass,
             sender,
             plan=plan,
@@ -149,6 +149,7 @@ async def take_part(this: Round) -> None:
             grace=grace,
             lane=lane,
         )
+        await stream.run()
     this.released.set()
     engine.machine.fire(Trigger.FINALIZE, **this.facts())
 

@@ -10,7 +10,7 @@ from aiosync.config import TrainerInit as Init
 from aiosync.errors import Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from aiosync.feed import SourceFeed
     from aiosync.members import MemberLink
@@ -111,6 +111,14 @@ class TrainerHooks(ABC, Generic[Init]):
     def update_payload(self, round: Round) -> dict[str, Any] | None:
         """The update info of this round; None where `transmit` makes the update calls itself."""
         raise NotImplementedError(f"{type(self).__name__} must override send_weights")
+
+    async def beside_start(self, round: Round, start: Callable[[], Awaitable[None]]) -> None:
+        """Await ``start()``, which begins the round at its members, and get ahead meanwhile.
+
+        Nothing may leave yet. It raises what `start` raises, and the channel can carry another
+        round then.
+        """
+        await start()
 
     async def transmit(self, round: Round) -> StreamSummary:
         """The data leg: move the round's bytes; cancellation must abort it."""

@@ -203,6 +203,9 @@ class WeightTransferEngine(
         """Monotonic time of the last byte received, for the lease."""
         return float("-inf")
 
+    def round_began(self, header: RoundHeader | None) -> None:
+        """The round that `header` is of has begun; on the loop, must not block."""
+
     async def leave_round(self, error: BaseException) -> None:
         """What giving a round up has to await before the weights are judged; time is limited."""
         if self.cycle.sink is not None:

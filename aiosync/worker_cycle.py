@@ -135,6 +135,7 @@ class WorkerCycle:
             await session.do_now(functools.partial(call_instant, engine, bare), key="start")
         else:
             await session.do(functools.partial(self.step, bare), key="start")
+        engine.round_began(header)
 
     async def receive(
         self, bare: Callable[..., Any], update_info: Any, *, header: RoundHeader | None = None

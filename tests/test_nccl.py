@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import hashlib
-import json
 import pickle
 import sys
 import threading
@@ -13,7 +12,6 @@ import time
 import types
 from collections import deque
 from functools import cached_property
-from pathlib import Path
 
 import fake_nccl
 import models
@@ -25,6 +23,7 @@ from fake_nccl import FakeGroup, Hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import PATIENT
+from nccl_cases import FIXTURE, Recorder, create, described, tensor_of
 from paced import Hold, Paced
 from torch.distributed import TCPStore
 
@@ -46,7 +45,7 @@ from transports.nccl_rendezvous import (
     publish_unique_id,
 )
 from transports.nccl_sender import NcclSender
-from transports.planning import EACH, GRADED, NCCL_PACKED, plan_chunks
+from transports.planning import GRADED, NCCL_PACKED, plan_chunks
 from transports.ring import blocks_of
 from transports.store_host import StoreHost
 
@@ -319,36 +318,9 @@ def test_a_chunk_waits_for_all_whose_place_it_takes(sizes, limit, nbytes, rule):
 
 # -- bytes on the wire -----------------------------------------------------------------------------
 
-FIXTURE = json.loads((Path(__file__).parent / "fixtures" / "nccl_wire.json").read_text())
-
-
-def tensor_of(name, dtype, shape):
-    raw = bytearray(nccl_wire.content(name, dtype, tuple(shape)))
-    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-    return flat.view(parse_dtype(dtype)).view(shape)
-
-
-def described(case):
-    metas = [ParamMeta(n, parse_dtype(d), tuple(s)) for n, d, s in case["tensors"]]
-    plan = plan_chunks(
-        [torch.Size(m.shape).numel() * m.dtype.itemsize for m in metas],
-        [m.dtype.itemsize for m in metas],
-        limit=case["limit"],
-        rule=NCCL_PACKED if case["packed"] else EACH,
-    )
-    return metas, plan
-
 
 def test_the_fixture_is_what_its_generator_makes():
     assert nccl_wire.fixture() == FIXTURE
-
-
-class Recorder(FakeGroup):
-    """Rank 0 whose broadcasts are only written down."""
-
-    def __init__(self):
-        super().__init__(0, 2)
-        self.alive = True
 
 
 @pytest.mark.parametrize("name", FIXTURE)
@@ -454,11 +426,6 @@ def test_a_sender_takes_what_is_due_and_nothing_else():
 @pytest.fixture
 def fake(monkeypatch):
     fake_nccl.install(monkeypatch)
-
-
-def create(model, **options):
-    config = aiosync.WeightTransferConfig("nccl", **options)
-    return WeightTransferEngineFactory.create_engine(config, None, None, model)
 
 
 def test_bytes_arrive_on_the_device_of_the_engine(fake):

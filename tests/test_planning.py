@@ -222,8 +222,9 @@ def test_each_is_a_chunk_of_its_own():
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 2000))
 def test_graded_chunks_are_as_large_as_they_may_be_and_no_larger(sizes, limit):
     made = plan(sizes, limit=limit, rule=GRADED)
-    least, done = max(limit // 4, 1), 0
+    done = 0
     for chunk, following in zip_longest(made.chunks, made.chunks[1:]):
+        least = max(limit // (2 if 2 * done <= sum(sizes) else 4), 1)
         before, rest = done / 2, (sum(sizes) - done) / 3
         allowed = min(limit, max(least, min(before, rest)))
         assert chunk.nbytes <= allowed or len(chunk.pieces) == 1
@@ -241,8 +242,8 @@ def test_graded_chunks_are_as_large_as_they_may_be_and_no_larger(sizes, limit):
 def test_graded_grows_and_shrinks():
     made = plan([1] * 3000, limit=320, rule=GRADED)
     found = [chunk.nbytes for chunk in made.chunks]
-    assert found[:5] == [80, 80, 80, 120, 180]
-    assert found[-5:] == [135, 90, 80, 80, 20]
+    assert found[:5] == [160, 160, 160, 240, 320]
+    assert found[-5:] == [151, 101, 80, 80, 42]
     assert max(found) == 320
 
 

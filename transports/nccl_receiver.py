@@ -44,8 +44,11 @@ class NcclReceiver(Half):
     def prefetch(self, plan: Plan, *, round: int, stall: float) -> None:
         """Begin to take what fits into the ring, before anybody knows where it goes.
 
-        For a round that is announced as the last one was: `receive` goes on from there.
+        For a round that is announced as the last one was: `receive` goes on from there. Once more
+        for the same round it does nothing.
         """
+        if self._goes_on(plan, round):
+            return
         self._open(plan, round, stall)
         try:
             self._post_ahead(self._opened, 0)
@@ -63,7 +66,9 @@ class NcclReceiver(Half):
         stall: float,
     ) -> StreamSummary:
         """See `transports.stream.Receiver.receive`; `landed` gets a chunk at a time."""
-        if not self._is_open or self._round != round or self._opened.plan is not plan:
+        if self._goes_on(plan, round):
+            self._stall = stall * _LONGER
+        else:
             self._open(plan, round, stall)
         here = mark_current(self._device)
         for queue in self._queues:
@@ -78,6 +83,9 @@ class NcclReceiver(Half):
                 raise self._locate(error, "receive") from error.__cause__
             raise
         return self._summary(plan)
+
+    def _goes_on(self, plan: Plan, round: int) -> bool:
+        return self._is_open and self._round == round and self._opened.plan is plan
 
     def _open(self, plan: Plan, round: int, stall: float) -> None:
         # The trainer's limit comes first: it knows which of several ranks gives no sign.

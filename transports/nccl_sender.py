@@ -35,6 +35,8 @@ class NcclSender(Half):
     _next = 0  # the tensor that is due
     _training: Mark = REACHED
     _stays = False
+    _holds = False
+    _held: tuple[torch.Tensor, Mark] | None = None  # the first chunk, and when it is packed
     takes_parameters = True
     reads_when_written = True
 
@@ -60,12 +62,26 @@ class NcclSender(Half):
             raise Validation(f"{readers} readers in a group of {group.size}", phase="open")
         self._begin(plan, round, stall)
         self._plan, self._at, self._next = plan, 0, 0
+        self._holds, self._held = False, None
         wire, side = self._queues
         for queue in (wire, side):
             queue.wait(self._training)
         self._training = REACHED
         self._kept = {}
         self.progress.step(0)
+
+    def hold(self) -> None:
+        """After `open`: take the first chunk, and no more, but put it on the wire with `go`."""
+        self._holds = True
+
+    def go(self) -> None:
+        """The readers are told: what was held leaves. Nothing, where nothing is held."""
+        held, self._holds, self._held = self._held, False, None
+        if held is not None:
+            try:
+                self._launch(0, *held)
+            except AiosyncError as error:
+                raise self._locate(error, "write") from error.__cause__
 
     def write(self, batch: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See `transports.stream.Sender.write`.
@@ -140,7 +156,7 @@ class NcclSender(Half):
     def _pack(
         self, ring: Ring, tensors: Sequence[torch.Tensor], addresses: list[int] | None
     ) -> None:
-        wire, side = self._queues
+        _, side = self._queues
         block = ring.blocks[self._at]
         if self._next == block.first and block.after in self._marks:
             side.wait(self._marks[block.after])
@@ -153,30 +169,37 @@ class NcclSender(Half):
         if self._next < block.end:
             return
         raw = ring.raw(self._at)
-        wire.wait(side.record())
-        self._send(raw)
+        self._send(raw, side.record())
         self._note(raw)
 
     def _send_alone(self, tensor: torch.Tensor) -> None:
         """A tensor that is a chunk: no copy, where it is on the device."""
-        wire, side = self._queues
-        tensor = tensor.detach()
+        _, side = self._queues
+        tensor, there = tensor.detach(), REACHED
         if tensor.device != self._device:
             with side.active():
                 tensor = tensor.to(self._device)
-            wire.wait(side.record())
+            there = side.record()
         tensor = settled(tensor)
         self._kept[self._at] = [[tensor]]
         self._next += 1
         is_typed = self._plan.rule == "each" and nccl_knows(tensor.dtype)
-        self._send(tensor.view(-1) if is_typed else bytes_of(tensor))
+        self._send(tensor.view(-1) if is_typed else bytes_of(tensor), there)
         self._note(bytes_of(tensor))
 
-    def _send(self, data: torch.Tensor) -> None:
+    def _send(self, data: torch.Tensor, there: Mark) -> None:
+        index, self._at = self._at, self._at + 1
+        if self._holds:
+            self._held = data, there
+        else:
+            self._launch(index, data, there)
+
+    def _launch(self, index: int, data: torch.Tensor, there: Mark) -> None:
+        wire, _ = self._queues
+        wire.wait(there)
         self._broadcast(data)
-        self._marks[self._at] = self._queues[0].record()
-        self._under_way.append(self._at)
-        self._at += 1
+        self._marks[index] = wire.record()
+        self._under_way.append(index)
         self._settle(AHEAD)
 
     def _note(self, raw: torch.Tensor) -> None:

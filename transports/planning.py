@@ -10,8 +10,8 @@ digest. The rules:
 * ``graded``, ours for a broadcast: whole tensors without padding, small chunks at both ends. Before
   the first chunk travels it is packed, and after the last one it is loaded, while nothing is on the
   wire. A chunk has at most half of what went before it, at most half of what comes after it, and
-  no more than the limit; but always a quarter of the limit, or a tensor: smaller ones would be
-  through before the host has the next one ready.
+  no more than the limit; but always half of the limit in the first half and a quarter in the
+  second, or a tensor: smaller ones would be through before the host has the next one ready.
 * ``each``, vLLM's unpacked broadcast: every tensor is a chunk of its own, whatever its size.
 * ``aligned``, ours: every tensor starts at a multiple of 64 bytes within its chunk and no chunk
   exceeds the limit. A tensor that fits into a chunk is never split; a larger one begins in the
@@ -43,7 +43,7 @@ GRADED = "graded"
 EACH = "each"
 
 ALIGNMENT = 64
-_STEPS = 4  # the limit over the size of the first and last chunks
+_FIRST, _LAST = 2, 4  # the limit over the size of the first and of the last chunks
 _MAX = 2**63 - 1  # what a torch size or an int64 on the wire can hold
 
 
@@ -180,9 +180,8 @@ def _cut_before_overflow(
 
 
 def _cut_graded(sizes: tuple[int, ...], limit: int) -> list[Chunk]:
-    least = max(limit // _STEPS, 1)
-
     def most(done: int, left: int) -> int:
+        least = max(limit // (_FIRST if done <= left else _LAST), 1)
         # Half of what comes after it: a third of what is left.
         return min(limit, max(least, min(done // 2, left // 3)))
 

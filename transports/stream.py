@@ -91,6 +91,11 @@ class Run(Sequence["tuple[int, torch.Tensor]"]):
     ) -> None:
         self.columns = Columns(range(first, first + len(tensors)), tensors, addresses)
 
+    def part(self, first: int, end: int) -> Run:
+        """Those at `first` up to `end`, as a batch of their own."""
+        indices, tensors, addresses = self.columns.part(first, end)
+        return Run(indices[0] if indices else 0, tensors, addresses)
+
     def __len__(self) -> int:
         return len(self.columns.tensors)
 

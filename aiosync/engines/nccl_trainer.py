@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aiosync.concurrency import run_legs
 from aiosync.defaults import DEFAULTS
 from aiosync.engines.joining import LATER_S, host_of, join, join_seconds, own_lane
 from aiosync.engines.nccl_common import (
@@ -32,15 +33,16 @@ from transports.ring import blocks_of
 from transports.store_host import StoreHost
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from aiosync.feed import SourceFeed
     from aiosync.members import MemberLink
     from aiosync.metadata import ParamMeta
     from aiosync.round import Round
+    from aiosync.streaming import OutStream
     from transports.lane import LaneFactory
     from transports.planning import Plan
-    from transports.stream import Sender, StreamSummary
+    from transports.stream import Sender
 
 _STOCK_FIELDS = ("names", "dtype_names", "shapes")
 
@@ -90,6 +92,7 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         self._unique_id = b""
         self._join_s = DEFAULTS.admit_s
         self._ranks_of: dict[str, int] = {}
+        self._ahead: tuple[Round, OutStream] | None = None
 
     # -- init ------------------------------------------------------------------------------------
 
@@ -213,6 +216,7 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         sender.release()
 
     def dispose(self) -> None:
+        self._let_go()
         super().dispose()
         group, self._group = self._group, None
         if group is not None:
@@ -261,12 +265,36 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         sender.describe(feed.metadata)
         sender.lean_on(stays=_stays(feed))
 
-    async def transmit(self, round: Round) -> StreamSummary:
+    async def beside_start(self, round: Round, start: Callable[[], Awaitable[None]]) -> None:
+        feed, plan = round.validated()
+        self._let_go()
+        alone = self.ranks.size == 1 and self.keeper(round) is None
+        if not (alone and plan.chunks and _stays(feed)):
+            await start()
+            return
+        stream = self.out_stream(round)
+        try:
+            await run_legs(start, stream.get_ahead, linger=0.0)
+        except BaseException:
+            stream.close()
+            raise
+        self._ahead = round, stream
+
+    def out_stream(self, round: Round) -> OutStream:
+        (of, stream), self._ahead = self._ahead or (None, None), None
+        if of is round and stream is not None and stream.sender is self.sender:
+            return stream
         sender = self.sender
         assert isinstance(sender, NcclSender)  # made by init
         # Here, on the caller's thread: its current stream is the one that trained.
         sender.order_after(mark_current(self.device))
-        return await super().transmit(round)
+        return super().out_stream(round)
+
+    def _let_go(self) -> None:
+        """Of a chunk that was made ready in a round that did not come to send it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead[1].close()
 
 
 def _stays(feed: SourceFeed) -> bool:

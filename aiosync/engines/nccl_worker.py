@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from aiosync.engines.nccl_common import (
     nccl_plan,
 )
 from aiosync.engines.streamed_worker import StreamedWorkerEngine
-from aiosync.errors import Validation
+from aiosync.errors import AiosyncError, Validation
 from aiosync.metadata import from_wire, metadata_digest
 from transports.nccl_group import NcclGroup
 from transports.nccl_half import warm_up
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiosync.engines.streamed import StreamUpdateInfo
+    from aiosync.messages import RoundHeader
     from aiosync.metadata import ParamMeta
     from aiosync.sinks import Sink
     from transports.planning import Plan
@@ -44,6 +46,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
     _group: NcclGroup | None = None
     _packed, _graded = True, False
     _begun: str | None = None  # digest of the metadata that the sink took last
+    _stall_s = DEFAULTS.stall_s  # the last round's
 
     def __init__(
         self, config: Any, vllm_config: Any, device: Any, model: Any, **options: Any
@@ -126,6 +129,47 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
             )
         return metadata, plan
 
+    def round_began(self, header: RoundHeader | None) -> None:
+        known = self._known
+        if header is None or known is None or self._begun != known[0]:
+            return
+        # A trainer of ours sends as soon as all have begun. Who drives it may wait with that, and
+        # a device should not be busy with waiting.
+        if header.digest == known[2].digest and header.ticket is None:
+            name = f"{self.name}-ahead-{header.round}"
+            self.cycle.supervisor.start(self._get_ahead(header.round), name=name)
+
+    async def _get_ahead(self, round: int) -> None:
+        """Be ready for the bytes of a round like the last one before it is announced."""
+        receiver, known, session = self.receiver, self._known, self.cycle.session
+        assert receiver is not None  # a round has just begun
+        assert known is not None
+        assert session is not None
+
+        def post() -> None:
+            if receiver is self.receiver and not session.over:
+                self._prefetch(known[1], known[2], round, self._stall_s)
+
+        try:
+            with suppress(AiosyncError):  # what is wrong is found again by the update
+                await self.lane.run(post, abort=self.abort_receive, grace=DEFAULTS.cleanup_s / 2)
+        finally:
+            if session.over and self.cycle.session in (None, session):
+                receiver.close()  # `leave_round` may have come too early
+
+    def _prefetch(
+        self, metadata: Sequence[ParamMeta], plan: Plan, round: int, stall: float
+    ) -> None:
+        receiver = self.receiver
+        assert isinstance(receiver, NcclReceiver)  # the machine is initialised
+        receiver.describe(metadata)
+        receiver.prefetch(plan, round=round, stall=stall)
+
+    async def leave_round(self, error: BaseException) -> None:
+        if self.receiver is not None:
+            self.receiver.close()  # it may wait for bytes that nobody will send
+        await super().leave_round(error)
+
     def begin_sink(
         self, sink: Sink, metadata: Sequence[ParamMeta], plan: Plan, info: StreamUpdateInfo
     ) -> None:
@@ -135,8 +179,8 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         receiver.describe(metadata)
         if self._begun == self._known[0]:
             # As last time: bytes may come while the sink gets ready.
-            receiver.prefetch(plan, round=info.round, stall=info.stall_s)
-        self._begun = None
+            self._prefetch(metadata, plan, info.round, info.stall_s)
+        self._begun, self._stall_s = None, info.stall_s
         super().begin_sink(sink, metadata, plan, info)
         self._begun = self._known[0]
 

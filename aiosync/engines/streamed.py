@@ -21,7 +21,7 @@ from aiosync.errors import ProtocolMismatch, Validation
 from aiosync.memory_plan import held_bytes, summarise
 from aiosync.metadata import sizes_of, to_wire
 from aiosync.source_pass import SourcePass
-from aiosync.streaming import stream_out
+from aiosync.streaming import OutStream
 from aiosync.trainer import TrainerWeightTransferEngine
 from aiosync.weight_targets import MODEL
 from transports.digest import available as available_digests
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from aiosync.memory_plan import PlanSummary
     from aiosync.metadata import ParamMeta
     from aiosync.round import Round
+    from aiosync.snapshots import Keeper
     from statemachines.hub import TransitionHub
     from transports.planning import Plan
     from transports.stream import PerReader, Sender, StreamSummary
@@ -234,6 +235,14 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
     async def transmit(self, round: Round) -> StreamSummary:
         # First the request to the workers goes out: a busy lane would keep the interpreter from it.
         await anyio.lowlevel.checkpoint()
+        summary = await self.out_stream(round).run()
+        feed, _ = round.validated()
+        for link in round.present:
+            self._announced[link.name] = feed.wire_digest
+        return summary
+
+    def out_stream(self, round: Round) -> OutStream:
+        """This round's stream, through the sender that there is."""
         feed, plan = round.validated()
         sender = self.sender
         assert sender is not None  # made by init
@@ -241,10 +250,10 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         attendance = round.attendance
         if self.per_member:
             cast("PerReader", sender).roll = attendance if attendance.spares_readers else None
-        keeper = self.fleet.keeper if self.fleet is not None and round.target == MODEL else None
-        linger = round.budget.cleanup / 4
-        summary = await stream_out(
-            SourcePass(feed, self.ranks, sender, linger=linger, keeper=keeper),
+        return OutStream(
+            SourcePass(
+                feed, self.ranks, sender, linger=round.budget.cleanup / 4, keeper=self.keeper(round)
+            ),
             sender,
             plan=plan,
             readers=self.count_readers(round),
@@ -254,9 +263,10 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
             lane=round.source_side.lane,
             prepare=partial(self.before_transmit, sender, feed),
         )
-        for link in round.present:
-            self._announced[link.name] = feed.wire_digest
-        return summary
+
+    def keeper(self, round: Round) -> Keeper | None:
+        """Who takes a copy of what this round sends."""
+        return self.fleet.keeper if self.fleet is not None and round.target == MODEL else None
 
     def dispose(self) -> None:
         sender, self.sender = self.sender, None

@@ -1,0 +1,319 @@
+"""The first chunk of an NCCL round, made ready while the workers are told to start."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import fake_nccl
+import models
+import pytest
+import torch
+from fake_nccl import FakeGroup, Hub
+from limits import PATIENT
+from nccl_cases import FIXTURE, Recorder, create, described, tensor_of
+
+import aiosync
+from aiosync import ModuleSource
+from aiosync.errors import Busy
+from aiosync.feed import SourceFeed
+from aiosync.messages import RoundHeader
+from aiosync.ranks import TrainerRanks
+from aiosync.source_pass import SourcePass
+from aiosync.testing import DirectClient
+from transports.nccl_receiver import NcclReceiver
+from transports.nccl_sender import NcclSender
+
+OPTIONS = {"backend": "nccl", "packed_buffer_size_bytes": 1 << 12}
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    fake_nccl.install(monkeypatch)
+
+
+# -- the sender
+
+
+def opened(case):
+    metas, plan = described(case)
+    group = Recorder()
+    group.hub = Hub()
+    sender = NcclSender(group)
+    sender.lean_on(stays=True)
+    sender.describe(metas)
+    sender.open(plan, 1, round=1, stall=5)
+    pairs = [(i, tensor_of(*t)) for i, t in enumerate(case["tensors"])]
+    return sender, group, plan, pairs, plan.chunks[0].pieces[-1].tensor + 1
+
+
+@pytest.mark.parametrize("name", FIXTURE)
+def test_what_is_held_leaves_when_it_is_told_to(name):
+    sender, group, _, pairs, first = opened(FIXTURE[name])
+    sender.hold()
+    sender.write(pairs[:first])
+    assert group.hub.wire == []
+    sender.go()
+    assert len(group.hub.wire) == (1 if FIXTURE[name]["broadcasts"][0][1] else 0)
+    sender.write(pairs[first:])
+    sender.finish()
+    held = [raw for _, raw in group.hub.wire]
+    sender, group, _, pairs, _ = opened(FIXTURE[name])
+    sender.write(pairs)
+    sender.finish()
+    assert held == [raw for _, raw in group.hub.wire]
+
+
+def test_a_round_that_ends_with_a_held_chunk_ends_the_group():
+    sender, group, _, pairs, first = opened(FIXTURE["one chunk"])
+    sender.hold()
+    sender.write(pairs[:first])
+    sender.close()
+    assert group.is_aborted
+    assert group.hub.wire == []
+
+
+# -- the pass
+
+
+def prepared(source):
+    class Sender:
+        takes_parameters = True
+        took = []
+
+        def write(self, batch):
+            self.took.append(list(batch))
+
+    sender = Sender()
+    sender.took = []
+    the_pass = SourcePass(SourceFeed(source), TrainerRanks.alone(), sender)
+    the_pass.prepare()
+    return the_pass, sender.took
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_a_pass_goes_on_where_it_got_ahead_to(count):
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(6)))
+    the_pass, took = prepared(ModuleSource(net))
+    the_pass.get_ahead(count)
+    assert sum(map(len, took)) == count
+    the_pass.run()
+    pairs = [pair for batch in took for pair in batch]
+    assert [index for index, _ in pairs] == list(range(12))
+    for (_, tensor), parameter in zip(pairs, net.parameters(), strict=True):
+        assert tensor.data_ptr() == parameter.data_ptr()
+
+
+def test_a_source_that_has_to_be_run_is_not_run_ahead():
+    class Own(ModuleSource):
+        def iter_full(self):
+            yield from super().iter_full()
+
+    the_pass, took = prepared(Own(torch.nn.Linear(2, 2)))
+    the_pass.get_ahead(1)
+    assert took == []
+    the_pass.run()
+    assert len(took) == 2
+
+
+# -- whole rounds
+
+
+class Scene:
+    """A trainer and a worker, and what the group's wire has by each call."""
+
+    def __init__(self, monkeypatch):
+        self.model, self.target = models.make("small", seed=1), models.make("small", seed=2)
+        self.fails = {}
+        self.seen = {}
+        self.ahead = asyncio.Event()
+        loop, self.writes, write = asyncio.get_running_loop(), [], NcclSender.write
+
+        def noted(sender, batch):
+            write(sender, batch)
+            self.writes.append(len(batch))
+            loop.call_soon_threadsafe(self.ahead.set)
+
+        monkeypatch.setattr(NcclSender, "write", noted)
+
+    async def before(self, method):
+        if method == "start_weight_update":
+            await asyncio.wait_for(self.ahead.wait(), 20)
+        self.seen[method] = len(FakeGroup.made[0].hub.wire)
+        if method in self.fails:
+            raise self.fails.pop(method)
+
+    async def sends(self, sync, version):
+        self.ahead.clear()
+        FakeGroup.made[-1].hub.wire.clear()
+        report = await sync.send_weights(version=version, budget=PATIENT)
+        assert report.outcome == "committed"
+        assert models.fingerprint(self.target) == models.fingerprint(self.model)
+
+
+@pytest.mark.asyncio
+async def test_the_first_chunk_is_packed_but_not_sent_while_workers_are_told_to_start(
+    fake, monkeypatch
+):
+    scene = Scene(monkeypatch)
+    async with create(scene.target) as worker:
+        clients = [DirectClient(worker, before=scene.before)]
+        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
+            for version in (1, 2, 3):
+                scene.writes.clear()
+                with torch.no_grad():
+                    next(scene.model.parameters()).add_(1)
+                await scene.sends(sync, version)
+                assert scene.seen["start_weight_update"] == 0
+    assert len(FakeGroup.made) == 2
+
+
+@pytest.mark.asyncio
+async def test_a_start_that_is_refused_sends_nothing_and_the_next_round_works(fake, monkeypatch):
+    scene = Scene(monkeypatch)
+    async with create(scene.target) as worker:
+        clients = [DirectClient(worker, before=scene.before)]
+        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
+            await scene.sends(sync, 1)
+            scene.fails["start_weight_update"] = Busy("not now")
+            with pytest.raises(Busy, match="not now"):
+                await scene.sends(sync, 2)
+            assert FakeGroup.made[0].hub.wire == []
+            with torch.no_grad():
+                next(scene.model.parameters()).add_(1)
+            await scene.sends(sync, 3)
+
+
+@pytest.mark.asyncio
+async def test_an_update_that_is_refused_ends_the_round_and_the_next_one_works(fake, monkeypatch):
+    scene = Scene(monkeypatch)
+    async with create(scene.target) as worker:
+        clients = [DirectClient(worker, before=scene.before)]
+        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
+            for version in (1, 4):  # the second time the worker has begun to take bytes
+                scene.fails["update_weights"] = Busy("not now")
+                with pytest.raises(Busy, match="not now"):
+                    await scene.sends(sync, version)
+                await scene.sends(sync, version + 1)
+                await scene.sends(sync, version + 2)
+
+
+def header(worker, **fields):
+    digest = worker._known[2].digest
+    return RoundHeader(**({"owner": "t", "round": 9, "digest": digest} | fields))
+
+
+@pytest.mark.asyncio
+async def test_a_worker_is_ready_for_a_round_like_the_last_one_before_its_update(fake, monkeypatch):
+    scene, ready = Scene(monkeypatch), []
+    prefetch = NcclReceiver.prefetch
+
+    def noted(receiver, plan, *, round, stall):
+        ready.append(round)
+        prefetch(receiver, plan, round=round, stall=stall)
+
+    async def before(method):
+        await scene.before(method)
+        if method == "update_weights" and sync.rounds > 1:
+            async with asyncio.timeout(20):
+                while sync.rounds not in ready:
+                    await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(NcclReceiver, "prefetch", noted)
+    async with create(scene.target) as worker:
+        clients = [DirectClient(worker, before=before)]
+        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
+            for version in (1, 2, 3):
+                with torch.no_grad():
+                    next(scene.model.parameters()).add_(1)
+                await scene.sends(sync, version)
+            assert ready == [2, 2, 3, 3]  # by the start, and once more by the update
+            asked = []
+
+            async def note(round):
+                asked.append(round)
+
+            monkeypatch.setattr(worker, "_get_ahead", note)
+            worker.round_began(header(worker))
+            for other in (
+                None,
+                header(worker, ticket="t"),  # its driver may take its time
+                header(worker, digest="another plan"),
+            ):
+                worker.round_began(other)
+            await asyncio.sleep(0)
+            assert asked == [9]
+
+
+@pytest.mark.asyncio
+async def test_a_worker_whose_round_is_over_waits_for_no_bytes(fake, monkeypatch):
+    scene = Scene(monkeypatch)
+    async with create(scene.target) as worker:
+        clients = [DirectClient(worker, before=scene.before)]
+        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
+            await scene.sends(sync, 1)
+            free = threading.Event()
+            held = asyncio.create_task(worker.lane.run(free.wait, 20))  # the round is over by then
+            scene.fails["update_weights"] = Busy("not now")
+            with pytest.raises(Busy, match="not now"):
+                await scene.sends(sync, 2)
+            free.set()
+            await held
+            await worker.lane.run(lambda: None)
+            assert not worker.receiver._is_open
+            await scene.sends(sync, 3)
+
+
+@pytest.mark.asyncio
+async def test_a_round_that_is_cancelled_while_workers_are_told_to_start(fake, monkeypatch):
+    scene = Scene(monkeypatch)
+    asked = asyncio.Event()
+
+    async def hang(method):
+        await scene.before(method)
+        if method == "start_weight_update" and not asked.is_set():
+            asked.set()
+            await asyncio.Event().wait()
+
+    async with create(scene.target) as worker:
+        clients = [DirectClient(worker, before=hang)]
+        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
+            sending = asyncio.create_task(sync.send_weights(version=1, budget=PATIENT))
+            await asyncio.wait_for(asked.wait(), 20)
+            sending.cancel()
+            await asyncio.wait([sending])
+            assert sending.cancelled()
+            await scene.sends(sync, 2)
+
+
+@pytest.mark.asyncio
+async def test_what_goes_wrong_ahead_is_the_updates_failure(fake, monkeypatch):
+    scene = Scene(monkeypatch)
+    async with create(scene.target) as worker:
+        async with aiosync.connect(scene.model, workers=[DirectClient(worker)], **OPTIONS) as sync:
+            await scene.sends(sync, 1)
+
+            def fail(sender, batch):
+                raise OSError("no room for a chunk")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(NcclSender, "write", fail)
+                with pytest.raises(OSError, match="no room") as caught:
+                    await scene.sends(sync, 2)
+            assert "update" in caught.value.report.seconds
+            await scene.sends(sync, 3)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_lost_its_channel_is_initialised_again(fake, monkeypatch):
+    scene = Scene(monkeypatch)
+    async with create(scene.target) as worker:
+        clients = [DirectClient(worker, before=scene.before)]
+        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
+            await scene.sends(sync, 1)
+            await DirectClient(worker).shutdown_weight_transfer_engine()
+            with torch.no_grad():
+                next(scene.model.parameters()).add_(1)
+            await scene.sends(sync, 2)
+            assert "initialised again" in sync.last_report.notes[0]
+            await scene.sends(sync, 3)
