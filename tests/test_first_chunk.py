@@ -194,6 +194,9 @@ async def test_an_update_that_is_refused_ends_the_round_and_the_next_one_works(f
                 scene.fails["update_weights"] = Busy("not now")
                 with pytest.raises(Busy, match="not now"):
                     await scene.sends(sync, version)
+                async with asyncio.timeout(20):  # nobody waits for its bytes any more
+                    while version > 1 and worker.receiver._is_open:
+                        await asyncio.sleep(0.001)
                 await scene.sends(sync, version + 1)
                 await scene.sends(sync, version + 2)
 
@@ -208,9 +211,9 @@ async def test_a_worker_is_ready_for_a_round_like_the_last_one_before_its_update
     scene, ready = Scene(monkeypatch), []
     prefetch = NcclReceiver.prefetch
 
-    def noted(receiver, plan, *, round, stall):
+    def noted(receiver, plan, *, round, stall, posts):
         ready.append(round)
-        prefetch(receiver, plan, round=round, stall=stall)
+        prefetch(receiver, plan, round=round, stall=stall, posts=posts)
 
     async def before(method):
         await scene.before(method)
@@ -246,21 +249,42 @@ async def test_a_worker_is_ready_for_a_round_like_the_last_one_before_its_update
 
 
 @pytest.mark.asyncio
-async def test_a_worker_whose_round_is_over_waits_for_no_bytes(fake, monkeypatch):
-    scene = Scene(monkeypatch)
+@pytest.mark.parametrize("ends", ["before", "meanwhile"])
+async def test_a_worker_whose_round_is_over_waits_for_no_bytes(fake, monkeypatch, ends):
+    scene, ready = Scene(monkeypatch), []
+    free, busy = threading.Event(), threading.Event()
+    prefetch = NcclReceiver.prefetch
+
+    def late(receiver, plan, *, round, stall, posts):
+        ready.append(round)
+        busy.set()
+        assert free.wait(20)
+        prefetch(receiver, plan, round=round, stall=stall, posts=False)
+
+    async def before(method):
+        if method == "update_weights" and ends == "meanwhile" and sync.rounds == 2:
+            await asyncio.to_thread(busy.wait, 20)
+        await scene.before(method)
+
     async with create(scene.target) as worker:
-        clients = [DirectClient(worker, before=scene.before)]
+        clients = [DirectClient(worker, before=before)]
         async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
             await scene.sends(sync, 1)
-            free = threading.Event()
-            held = asyncio.create_task(worker.lane.run(free.wait, 20))  # the round is over by then
+            monkeypatch.setattr(NcclReceiver, "prefetch", late)
+            if ends == "before":
+                held = asyncio.create_task(worker.lane.run(free.wait, 20))
             scene.fails["update_weights"] = Busy("not now")
             with pytest.raises(Busy, match="not now"):
                 await scene.sends(sync, 2)
             free.set()
-            await held
             await worker.lane.run(lambda: None)
-            assert not worker.receiver._is_open
+            assert ready == ([] if ends == "before" else [2])
+            async with asyncio.timeout(20):
+                while worker.receiver._is_open:
+                    await asyncio.sleep(0.001)
+            if ends == "before":
+                await held
+            monkeypatch.setattr(NcclReceiver, "prefetch", prefetch)
             await scene.sends(sync, 3)
 
 

@@ -346,7 +346,7 @@ def test_the_sender_puts_the_specified_bytes_on_the_wire(name):
 
 
 @pytest.mark.parametrize("name", FIXTURE)
-@pytest.mark.parametrize("prefetches", [False, True])
+@pytest.mark.parametrize("prefetches", [(), (True,), (False,), (False, True)])
 def test_the_receiver_takes_the_specified_bytes_from_the_wire(name, prefetches):
     case = FIXTURE[name]
     metas, plan = described(case)
@@ -361,8 +361,10 @@ def test_the_receiver_takes_the_specified_bytes_from_the_wire(name, prefetches):
     receiver.describe(metas)
     into = [torch.zeros(m.shape, dtype=m.dtype) for m in metas]
     landed = []
-    if prefetches:
-        receiver.prefetch(plan, round=1, stall=5)
+    waiting = len(group.hub.queues[1])
+    for posts in prefetches:
+        receiver.prefetch(plan, round=1, stall=5, posts=posts)
+        assert posts or len(group.hub.queues[1]) == waiting
     receiver.receive(plan, into.__getitem__, landed.extend, round=1, stall=5)
     assert landed == list(range(len(metas)))
     for tensor, (tensor_name, dtype, shape) in zip(into, case["tensors"], strict=True):

@@ -41,17 +41,19 @@ class NcclReceiver(Half):
         """
         self._group.abort()
 
-    def prefetch(self, plan: Plan, *, round: int, stall: float) -> None:
+    def prefetch(self, plan: Plan, *, round: int, stall: float, posts: bool = True) -> None:
         """Begin to take what fits into the ring, before anybody knows where it goes.
 
-        For a round that is announced as the last one was: `receive` goes on from there. Once more
-        for the same round it does nothing.
+        For a round that is announced as the last one was: `receive` goes on from there.
+
+        Args:
+            posts: False: do only what keeps the device free; a further call does the rest.
         """
-        if self._goes_on(plan, round):
-            return
-        self._open(plan, round, stall)
+        if not self._goes_on(plan, round):
+            self._open(plan, round, stall)
         try:
-            self._post_ahead(self._opened, 0)
+            if posts:
+                self._post_ahead(self._opened, 0)
         except AiosyncError as error:
             self.close()
             raise self._locate(error, "receive") from error.__cause__

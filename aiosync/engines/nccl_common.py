@@ -81,6 +81,7 @@ class NCCLWeightTransferInitInfo(
         graded: How chunks are cut, and
         digest: how they are verified; only trainers of ours say so.
         join_s: Longest wait for the other ranks.
+        sender_gpu: UUID of the trainer's device.
     """
 
     master_address: str | None = None
@@ -96,6 +97,7 @@ class NCCLWeightTransferInitInfo(
     graded: bool = False
     digest: str | None = None
     join_s: Seconds | None = None
+    sender_gpu: str | None = None
 
     def __post_init__(self) -> None:
         has_address = self.master_address is not None or self.master_port is not None

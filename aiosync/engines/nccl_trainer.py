@@ -22,6 +22,7 @@ from aiosync.sources import ModuleSource
 from aiosync.spare import free_memory
 from transports.addresses import advertised
 from transports.cuda import mark_current
+from transports.device_memory import uuid_of
 from transports.digest import WSUM64
 from transports.lane import Lane
 from transports.nccl_group import NcclGroup, new_unique_id
@@ -200,8 +201,9 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         rank = 1 + sum(self._ranks_of[other.name] for other in before)
         if not link.speaks_ours:
             return {"rank_offset": rank}
+        gpu = uuid_of(self.device) if self.device.type == "cuda" else None
         ours = {"graded": self._grades, "digest": self.digest, "join_s": self._join_s + LATER_S}
-        return {"rank_offset": rank} | ours
+        return {"rank_offset": rank, "sender_gpu": gpu} | ours
 
     def open_sender(self) -> Sender:
         assert self._group is not None  # `host_rendezvous` came first

@@ -18,6 +18,7 @@ from aiosync.engines.nccl_common import (
 from aiosync.engines.streamed_worker import StreamedWorkerEngine
 from aiosync.errors import AiosyncError, Validation
 from aiosync.metadata import from_wire, metadata_digest
+from transports.device_memory import uuid_of
 from transports.nccl_group import NcclGroup
 from transports.nccl_half import warm_up
 from transports.nccl_receiver import NcclReceiver
@@ -47,6 +48,9 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
     _packed, _graded = True, False
     _begun: str | None = None  # digest of the metadata that the sink took last
     _stall_s = DEFAULTS.stall_s  # the last round's
+    _posts_ahead = True
+    """Whether the device may wait for bytes before there are any: its waiting would take the
+    trainer's time where both are on one."""
 
     def __init__(
         self, config: Any, vllm_config: Any, device: Any, model: Any, **options: Any
@@ -96,6 +100,8 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         self._known = self._begun = None
         self._limit, self._packed = init_info.packed_buffer_size_bytes, init_info.packed
         self._graded = init_info.graded
+        gpu = uuid_of(self.device) if self.device.type == "cuda" else None
+        self._posts_ahead = gpu is None or gpu != init_info.sender_gpu
 
     def open_receiver(self, init_info: NCCLWeightTransferInitInfo) -> Receiver:
         raise NotImplementedError("init_transfer_engine makes it, once the group is joined")
@@ -131,7 +137,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
 
     def round_began(self, header: RoundHeader | None) -> None:
         known = self._known
-        if header is None or known is None or self._begun != known[0]:
+        if header is None or known is None:
             return
         # A trainer of ours sends as soon as all have begun. Who drives it may wait with that, and
         # a device should not be busy with waiting.
@@ -148,7 +154,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
 
         def post() -> None:
             if receiver is self.receiver and not session.over:
-                self._prefetch(known[1], known[2], round, self._stall_s)
+                self._prefetch(known[1], known[2], round, self._stall_s, posts=self._posts_ahead)
 
         try:
             with suppress(AiosyncError):  # what is wrong is found again by the update
@@ -158,12 +164,18 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
                 receiver.close()  # `leave_round` may have come too early
 
     def _prefetch(
-        self, metadata: Sequence[ParamMeta], plan: Plan, round: int, stall: float
+        self,
+        metadata: Sequence[ParamMeta],
+        plan: Plan,
+        round: int,
+        stall: float,
+        *,
+        posts: bool = True,
     ) -> None:
         receiver = self.receiver
         assert isinstance(receiver, NcclReceiver)  # the machine is initialised
         receiver.describe(metadata)
-        receiver.prefetch(plan, round=round, stall=stall)
+        receiver.prefetch(plan, round=round, stall=stall, posts=posts)
 
     async def leave_round(self, error: BaseException) -> None:
         if self.receiver is not None:
