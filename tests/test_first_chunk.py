@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 
 import fake_nccl
 import models
@@ -18,11 +19,13 @@ from aiosync import ModuleSource
 from aiosync.errors import Busy
 from aiosync.feed import SourceFeed
 from aiosync.messages import RoundHeader
+from aiosync.metadata import ParamMeta
 from aiosync.ranks import TrainerRanks
 from aiosync.source_pass import SourcePass
 from aiosync.testing import DirectClient
 from transports.nccl_receiver import NcclReceiver
 from transports.nccl_sender import NcclSender
+from transports.planning import EACH, GRADED, plan_chunks
 
 OPTIONS = {"backend": "nccl", "packed_buffer_size_bytes": 1 << 12}
 
@@ -71,6 +74,40 @@ def test_a_round_that_ends_with_a_held_chunk_ends_the_group():
     sender.close()
     assert group.is_aborted
     assert group.hub.wire == []
+
+
+# -- the receiver
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(("ring_nbytes", "ahead"), [(900, 0), (1024, 1), (2048, 2)])
+def test_a_first_chunk_of_one_tensor_is_taken_before_its_place_is_known(early, ring_nbytes, ahead):
+    sizes = [1000, 40, 40, 40]
+    plan = plan_chunks(sizes, [1] * 4, limit=320, rule=GRADED)
+    assert [chunk.nbytes for chunk in plan.chunks] == [1000, 80, 40]
+    group = FakeGroup(1, 2)
+    sent = [
+        torch.full((chunk.nbytes,), chunk.index + 1, dtype=torch.uint8) for chunk in plan.chunks
+    ]
+    group.hub.queues[1] = waiting = deque(sent)
+    receiver = NcclReceiver(group, ring_nbytes=ring_nbytes, early=early)
+    receiver.describe([ParamMeta(str(at), torch.uint8, (size,)) for at, size in enumerate(sizes)])
+    into = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    for _ in range(2):
+        receiver.prefetch(plan, round=1, stall=5)
+        assert len(waiting) == 3 - (ahead if early else 0)
+    receiver.receive(plan, into.__getitem__, lambda done: None, round=1, stall=5)
+    assert torch.equal(torch.cat(into), torch.cat(sent))
+
+
+def test_what_travels_as_its_own_dtype_is_not_taken_as_bytes():
+    plan = plan_chunks([8, 8], [4, 4], limit=320, rule=EACH)
+    group = FakeGroup(1, 2)
+    group.hub.queues[1] = waiting = deque(torch.zeros(8, dtype=torch.uint8) for _ in range(2))
+    receiver = NcclReceiver(group, ring_nbytes=1 << 10, early=True)
+    receiver.describe([ParamMeta(str(at), torch.float32, (2,)) for at in range(2)])
+    receiver.prefetch(plan, round=1, stall=5)
+    assert len(waiting) == 2
 
 
 # -- the pass

@@ -291,17 +291,19 @@ async def test_a_trainer_without_cuda_says_what_to_use():
     st.integers(1, 4000),
     st.integers(1, 30000),
     st.sampled_from([NCCL_PACKED, GRADED]),
+    st.booleans(),
 )
-def test_a_chunk_waits_for_all_whose_place_it_takes(sizes, limit, nbytes, rule):
+def test_a_chunk_waits_for_all_whose_place_it_takes(sizes, limit, nbytes, rule, early):
     plan = plan_chunks(sizes, [1] * len(sizes), limit=limit, rule=rule)
-    blocks, size = blocks_of(plan, nbytes)
+    blocks, size = blocks_of(plan, nbytes, early=early)
     assert [(b.first, b.end) for b in blocks] == [
         (c.pieces[0].tensor, c.pieces[-1].tensor + 1) for c in plan.chunks
     ]
     done = -1  # chunks are waited for in order: a later one needs not say what an earlier one did
     for index, block in enumerate(blocks):
         done = max(done, block.after)
-        if block.end - block.first == 1:
+        has_place = early and index == 0 and 0 < block.nbytes <= nbytes
+        if block.end - block.first == 1 and not has_place:
             assert block.place == -1
             continue
         assert 0 <= block.place <= block.place + block.nbytes <= size

@@ -24,6 +24,7 @@ from transports.cuda import borrow_queue, poll, return_queue
 from transports.device_digest import DeviceDigests
 from transports.digest import WSUM64, chain
 from transports.errors import PhaseTimeout
+from transports.planning import GRADED
 from transports.pointer_copy import pointer_copies
 from transports.ring import Ring
 from transports.stream import Progress, StreamSummary
@@ -66,6 +67,9 @@ class Half:
         digest: ``"wsum64"``, or None to count only.
         ring_nbytes: Device memory for packed chunks; more is taken where a chunk needs it.
     """
+
+    _takes_early = False
+    """Whether the first chunk comes before anybody knows where it goes."""
 
     def __init__(
         self, group: NcclGroup, *, digest: str | None = None, ring_nbytes: int = 1 << 29
@@ -124,7 +128,8 @@ class Half:
         ring = self._ring
         if ring is None or ring.plan is not plan or ring.tensors is not self._tensors:
             self._ring = None  # before a new one is taken
-            self._ring = Ring(plan, self._tensors, self._ring_nbytes, self._device)
+            early = self._takes_early and plan.rule == GRADED  # others type what travels alone
+            self._ring = Ring(plan, self._tensors, self._ring_nbytes, self._device, early=early)
         if self._wire is None:
             self._wire = borrow_queue(self._device, urgent=True)
             self._side = borrow_queue(self._device)

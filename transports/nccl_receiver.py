@@ -16,6 +16,7 @@ from transports.stream import known_of, meanwhile_of, targets_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from transports.nccl_group import NcclGroup
     from transports.planning import Plan
     from transports.ring import Ring
     from transports.stream import StreamSummary
@@ -28,11 +29,26 @@ class NcclReceiver(Half):
     """The worker's half; see `transports.stream.Receiver`.
 
     Bytes are verified, where they are, when all have arrived: tensors have landed before.
+
+    Args:
+        early: `prefetch` is called before the sender may send: let it take a first chunk that is a
+            single tensor, too, at the price of one copy.
     """
 
     asks_late = True
 
     _posted = 0  # chunks whose broadcast is queued
+
+    def __init__(
+        self,
+        group: NcclGroup,
+        *,
+        digest: str | None = None,
+        ring_nbytes: int = 1 << 29,
+        early: bool = False,
+    ) -> None:
+        super().__init__(group, digest=digest, ring_nbytes=ring_nbytes)
+        self._takes_early = early
 
     def abort(self) -> None:
         """End the group: whatever is running raises `TransportAborted`; from any thread.

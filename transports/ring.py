@@ -2,7 +2,8 @@
 
 Chunks take their places one behind the other, and from the beginning again where the end is
 reached. Which earlier chunk has to be done with its place first follows from that, so a round only
-waits for marks. A chunk of one tensor needs no place: it moves from and into the tensor itself.
+waits for marks. A chunk of one tensor needs no place: it moves from and into the tensor itself. But
+a reader may want one for the first chunk, to take it before anybody knows where it goes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Block(NamedTuple):
     """One chunk: tensors `first` up to, not including, `end`.
 
     Attributes:
-        place: Its first byte in the ring; -1 for a chunk of a single tensor, which has none.
+        place: Its first byte in the ring; -1 for a chunk that has none.
         after: The last earlier chunk whose place overlaps; -1: the place is free from the start.
     """
 
@@ -52,9 +53,16 @@ class Block(NamedTuple):
     after: int
 
 
-def blocks_of(plan: Plan, nbytes: int) -> tuple[list[Block], int]:
-    """All chunks of a plan, and the ring's size: `nbytes`, or more where a chunk needs it."""
-    packed = [chunk.nbytes for chunk in plan.chunks if len(chunk.pieces) > 1]
+def blocks_of(plan: Plan, nbytes: int, *, early: bool = False) -> tuple[list[Block], int]:
+    """All chunks of a plan, and the ring's size: `nbytes`, or more where a chunk needs it.
+
+    Args:
+        early: The first chunk gets a place in any case, where that needs no more memory.
+    """
+    placed = [len(chunk.pieces) > 1 for chunk in plan.chunks]
+    if early and placed and 0 < plan.chunks[0].nbytes <= nbytes:
+        placed[0] = True
+    packed = [chunk.nbytes for chunk in plan.chunks if placed[chunk.index]]
     total = sum(_rounded(size) for size in packed)
     size = min(total, max(nbytes, max(map(_rounded, packed), default=0)))
     found: list[Block] = []
@@ -62,7 +70,7 @@ def blocks_of(plan: Plan, nbytes: int) -> tuple[list[Block], int]:
     head = 0
     for chunk in plan.chunks:
         first, end = chunk.pieces[0].tensor, chunk.pieces[-1].tensor + 1
-        if end - first == 1:
+        if not placed[chunk.index]:
             found.append(Block(first, end, chunk.nbytes, -1, -1))
             continue
         room = _rounded(chunk.nbytes)
@@ -81,11 +89,17 @@ class Ring:
     """The memory, and the tables of what is copied into and out of it; kept between rounds."""
 
     def __init__(
-        self, plan: Plan, tensors: Sequence[Described], nbytes: int, device: torch.device
+        self,
+        plan: Plan,
+        tensors: Sequence[Described],
+        nbytes: int,
+        device: torch.device,
+        *,
+        early: bool = False,
     ) -> None:
         self.plan = plan
         self.tensors = tensors
-        self.blocks, size = blocks_of(plan, nbytes)
+        self.blocks, size = blocks_of(plan, nbytes, early=early)
         with torch.inference_mode(False):
             self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._copies: dict[tuple[int, int], _Copy] = {}

@@ -88,10 +88,13 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         seconds = init_info.join_s or DEFAULTS.admit_s - LATER_S
         try:
             await join(enter, abort, seconds, lane_factory=self._lane_factory, name=self.name)
+            gpu = uuid_of(self.device) if self.device.type == "cuda" else None
+            self._posts_ahead = gpu is None or gpu != init_info.sender_gpu
             self.receiver = NcclReceiver(
                 group,
                 digest=init_info.digest,
                 ring_nbytes=init_info.packed_buffer_size_bytes * init_info.packed_num_buffers,
+                early=self._posts_ahead,
             )
         except BaseException:
             group.close()
@@ -100,8 +103,6 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         self._known = self._begun = None
         self._limit, self._packed = init_info.packed_buffer_size_bytes, init_info.packed
         self._graded = init_info.graded
-        gpu = uuid_of(self.device) if self.device.type == "cuda" else None
-        self._posts_ahead = gpu is None or gpu != init_info.sender_gpu
 
     def open_receiver(self, init_info: NCCLWeightTransferInitInfo) -> Receiver:
         raise NotImplementedError("init_transfer_engine makes it, once the group is joined")
