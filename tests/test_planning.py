@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statemachines.errors import Validation
+from transports import planning
 from transports.planning import (
     ALIGNED,
     EACH,
@@ -277,6 +278,16 @@ def test_digest_covers_rule_limit_sizes_and_itemsizes():
 def test_digest_is_part_of_the_wire():
     made = plan_chunks([6, 8], [2, 4], limit=64, rule=NCCL_PACKED)
     assert made.digest.startswith("dee5274244ae6aee")
+
+
+@pytest.mark.parametrize("step", ["_FIRST", "_LAST"])
+def test_digest_covers_how_steep_a_graded_plan_is(monkeypatch, step):
+    sizes = [64] * 40
+    before = [plan(sizes, limit=512, rule=rule).digest for rule in (GRADED, ALIGNED)]
+    monkeypatch.setattr(planning, step, 3)
+    after = [plan(sizes, limit=512, rule=rule).digest for rule in (GRADED, ALIGNED)]
+    assert before[0] != after[0]
+    assert before[1] == after[1]
 
 
 # -- refusals

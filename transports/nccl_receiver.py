@@ -103,7 +103,9 @@ class NcclReceiver(Half):
         return self._summary(plan)
 
     def _goes_on(self, plan: Plan, round: int) -> bool:
-        return self._is_open and self._round == round and self._opened.plan is plan
+        # Chunks and their places are the same for all tensors that are cut alike.
+        is_open = self._is_open and self._round == round
+        return is_open and self._opened.plan.digest == plan.digest
 
     def _open(self, plan: Plan, round: int, stall: float) -> None:
         # The trainer's limit comes first: it knows which of several ranks gives no sign.

@@ -303,7 +303,8 @@ def _name(tensor: int, names: Sequence[str] | None) -> str:
 
 
 def _digest(rule: str, limit: int, sizes: tuple[int, ...], itemsizes: tuple[int, ...]) -> str:
-    digest = hashlib.sha256(f"plan 1 {rule} {limit} {len(sizes)}\n".encode())
+    name = f"{rule} {_FIRST} {_LAST}" if rule == GRADED else rule
+    digest = hashlib.sha256(f"plan 1 {name} {limit} {len(sizes)}\n".encode())
     digest.update(struct.pack(f"<{len(sizes)}Q", *sizes))
     digest.update(struct.pack(f"<{len(itemsizes)}Q", *itemsizes))
     return digest.hexdigest()

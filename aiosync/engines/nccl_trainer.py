@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import torch
 
 from aiosync.concurrency import run_legs
@@ -271,12 +272,20 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         feed, plan = round.validated()
         self._let_go()
         alone = self.ranks.size == 1 and self.keeper(round) is None
-        if not (alone and plan.chunks and _stays(feed)):
+        is_ours = type(self).transmit is StreamedTrainerEngine.transmit  # it takes the stream
+        if not (alone and is_ours and plan.chunks and _stays(feed)):
             await start()
             return
         stream = self.out_stream(round)
+
+        async def begin() -> None:
+            await start()
+            # The members have answered in time: what is not ready yet has that of an update.
+            limit = anyio.current_time() + round.budget.stall
+            round.limit.deadline = max(round.limit.deadline, limit)
+
         try:
-            await run_legs(start, stream.get_ahead, linger=0.0)
+            await run_legs(begin, stream.get_ahead, linger=0.0)
         except BaseException:
             stream.close()
             raise

@@ -154,7 +154,9 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         assert session is not None
 
         def post() -> None:
-            if receiver is self.receiver and not session.over:
+            # Behind an update that came sooner it would wait for bytes that have come.
+            is_due = not session.over and not session.was_asked("update")
+            if receiver is self.receiver and is_due:
                 self._prefetch(known[1], known[2], round, self._stall_s, posts=self._posts_ahead)
 
         try:
