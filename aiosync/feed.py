@@ -172,7 +172,7 @@ class SourceFeed:
         if looking is not None:
             looking = looking.renewed()
             if not looking.ends_well():
-                raise _moved()
+                raise moved()
             self.plain = looking.tensors(0, len(self.metadata))
 
     def forget(self) -> None:
@@ -222,7 +222,7 @@ class SourceFeed:
         if looking.known == len(self.metadata):
             is_there = looking.ends_well()
         if not is_there:
-            raise _moved()
+            raise moved()
         return looking.known
 
     def iter_batches(self) -> Generator[list[tuple[int, torch.Tensor]]]:
@@ -304,7 +304,7 @@ class SourceFeed:
         return checker.take_all(pairs)
 
 
-def _moved() -> Validation:
+def moved() -> Validation:
     """The round begins again because of it (`settling.may_look_late`)."""
     return Validation(
         "the module is not as it was in the round before", phase="update", detail={"moved": True}

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from aiosync.report import Report
     from aiosync.round_options import RoundSettings
     from aiosync.source_side import SourceSide
+    from aiosync.streaming import OutStream
     from aiosync.trainer import TrainerWeightTransferEngine
     from aiosync.version import Version
     from transports.planning import Plan
@@ -75,8 +76,7 @@ class Round:
         self.budget = settings.budget
         self.target = settings.target
         self.holds = Holds(self)
-        self.number = 0
-        self.phase = "admit"
+        self.number, self.phase = 0, "admit"
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         self.recovered = self.has_moved = self.looks_late = False
@@ -92,10 +92,10 @@ class Round:
         self.feed: SourceFeed | None = None
         self.plan: Plan | None = None
         self.summary: StreamSummary | None = None
+        self.ahead: OutStream | None = None  # begun beside the start
         self.attendance = Attendance([])
         """Who takes part: the engine's members from this round's turn on."""
-        self.sent_finish = False
-        self._is_sending = False
+        self.sent_finish = self._is_sending = False
         self.agreed: Report | None = None
         """A report that stands for this round: rank 0's, or that of an inner or repeated one."""
         self._waiting, self._scope, self.limit = (anyio.CancelScope() for _ in range(3))

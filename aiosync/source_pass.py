@@ -8,13 +8,17 @@ by group and copied out before the source is resumed.
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, final
 
 from aiosync.errors import Validation
+from aiosync.feed import moved
 from aiosync.feed_checker import settled
 from aiosync.few_collections import few_collections
+from aiosync.glance import FRESH_S
 from aiosync.passes import CLOSE_SECONDS, aclosing, closing
 from aiosync.reading import Reading
 from transports.stream import columns_of
@@ -58,6 +62,8 @@ class SourcePass:
         self._failed = False
         self._reading: Reading | None = None
         self._ahead = 0
+        self._looked: list[torch.Tensor] = []  # what `get_ahead` had of the source
+        self._looked_at = 0.0
         self._passing: Generator[Run] | None = None
         self._rest: list[Run] = []  # of the batch that `get_ahead` took last
 
@@ -90,6 +96,7 @@ class SourcePass:
         """
         if self._feed.plain is None:
             return
+        self._looked, self._looked_at = self._feed.plain, time.monotonic()
         self._passing = self._iter_plain()
         while self._ahead < count:
             batch = next(self._passing)
@@ -98,6 +105,21 @@ class SourcePass:
             self._ahead += due
             if due < len(batch):
                 self._rest.append(batch.part(due, len(batch)))
+
+    def check_ahead(self) -> None:
+        """What was taken ahead is what the source has now, right before it leaves.
+
+        Raises:
+            Validation: It was written to, or replaced.
+        """
+        self.check_unwritten()
+        if self._passing is None or time.monotonic() - self._looked_at < FRESH_S:
+            return
+        self._feed.look()
+        now = self._feed.plain
+        self._feed.forget()
+        if now is None or len(now) != len(self._looked) or not all(map(is_, now, self._looked)):
+            raise moved()
 
     def _iter_plain(self) -> Generator[Run]:
         # A copy of half the model at once would keep the readers, and who cancels, waiting.

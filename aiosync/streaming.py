@@ -102,6 +102,7 @@ class OutStream:
         if self._failure is not None:
             raise self._failure
         if self._has_begun:
+            self._pass.check_ahead()
             holding: Any = self.sender
             holding.go()
         else:

@@ -115,8 +115,7 @@ class TrainerHooks(ABC, Generic[Init]):
     async def beside_start(self, round: Round, start: Callable[[], Awaitable[None]]) -> None:
         """Await ``start()``, which begins the round at its members, and get ahead meanwhile.
 
-        Nothing may leave yet. It raises what `start` raises, and the channel can carry another
-        round then.
+        Nothing may leave yet; it raises what `start` raises.
         """
         await start()
 

@@ -18,9 +18,12 @@ import aiosync
 from aiosync import ModuleSource
 from aiosync.errors import Busy
 from aiosync.feed import SourceFeed
+from aiosync.glance import FRESH_S
 from aiosync.messages import RoundHeader
 from aiosync.metadata import ParamMeta
 from aiosync.ranks import TrainerRanks
+from aiosync.session import Session
+from aiosync.snapshots import Keeper
 from aiosync.source_pass import SourcePass
 from aiosync.testing import DirectClient
 from transports.nccl_receiver import NcclReceiver
@@ -248,7 +251,7 @@ async def test_a_worker_is_ready_for_a_round_like_the_last_one_before_its_update
     scene, ready = Scene(monkeypatch), []
     prefetch = NcclReceiver.prefetch
 
-    def noted(receiver, plan, *, round, stall, posts):
+    def noted(receiver, plan, *, round, stall, posts=True):
         ready.append(round)
         prefetch(receiver, plan, round=round, stall=stall, posts=posts)
 
@@ -270,10 +273,11 @@ async def test_a_worker_is_ready_for_a_round_like_the_last_one_before_its_update
             assert ready == [2, 2, 3, 3]  # by the start, and once more by the update
             asked = []
 
-            async def note(round):
-                asked.append(round)
+            async def note(session, metadata, plan):
+                asked.append((session.number, plan))
 
             monkeypatch.setattr(worker, "_get_ahead", note)
+            worker.cycle.session = Session(number=9, lease=9.0, on_end=lambda _: None)
             worker.round_began(header(worker))
             for other in (
                 None,
@@ -282,7 +286,8 @@ async def test_a_worker_is_ready_for_a_round_like_the_last_one_before_its_update
             ):
                 worker.round_began(other)
             await asyncio.sleep(0)
-            assert asked == [9]
+            assert asked == [(9, worker._known[2])]
+            worker.cycle.session = None
 
 
 @pytest.mark.asyncio
@@ -378,3 +383,91 @@ async def test_a_worker_that_lost_its_channel_is_initialised_again(fake, monkeyp
             await scene.sends(sync, 2)
             assert "initialised again" in sync.last_report.notes[0]
             await scene.sends(sync, 3)
+
+
+def replaced(net):
+    net[0].weight = torch.nn.Parameter(net[0].weight + 1)
+
+
+def written(net):
+    with torch.no_grad():
+        net[0].weight.add_(1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("change", [replaced, written])
+async def test_a_module_that_changes_while_a_start_takes_its_time_is_not_sent_as_it_was(
+    fake, monkeypatch, change
+):
+    scene = Scene(monkeypatch)
+
+    async def before(method):
+        await scene.before(method)
+        if method == "start_weight_update" and scene.fails.pop("slow", False):
+            await asyncio.sleep(3 * FRESH_S)
+            change(scene.model)
+
+    async with create(scene.target) as worker:
+        clients = [DirectClient(worker, before=before)]
+        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
+            await scene.sends(sync, 1)
+            scene.fails["slow"] = True
+            if change is replaced:
+                await scene.sends(sync, 2)
+                assert "begun again" in sync.last_report.notes[0]
+            else:
+                with pytest.raises(aiosync.Validation, match="weight changed while the round"):
+                    await scene.sends(sync, 2)
+            await scene.sends(sync, 3)
+
+
+@pytest.mark.asyncio
+async def test_a_module_that_stays_while_a_start_takes_its_time_is_sent(fake, monkeypatch):
+    scene = Scene(monkeypatch)
+
+    async def before(method):
+        await scene.before(method)
+        if method == "start_weight_update":
+            await asyncio.sleep(3 * FRESH_S)
+
+    async with create(scene.target) as worker:
+        clients = [DirectClient(worker, before=before)]
+        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
+            for version in (1, 2, 3):
+                await scene.sends(sync, version)
+            assert sync.last_report.notes == []
+
+
+@pytest.mark.asyncio
+async def test_what_ends_a_round_before_its_transmit_ends_what_was_begun(fake, monkeypatch):
+    scene = Scene(monkeypatch)
+
+    def fail(engine, round):
+        raise OSError("no payload")
+
+    async with create(scene.target) as worker:
+        async with aiosync.connect(scene.model, workers=[DirectClient(worker)], **OPTIONS) as sync:
+            await scene.sends(sync, 1)
+            sender = sync.sender
+            with monkeypatch.context() as patch:
+                patch.setattr(type(sync), "update_payload", fail)
+                with pytest.raises(OSError, match="no payload"):
+                    await scene.sends(sync, 2)
+            assert not sender._is_open
+            await scene.sends(sync, 3)
+
+
+@pytest.mark.asyncio
+async def test_what_is_kept_of_a_round_is_not_copied_ahead(fake, monkeypatch):
+    scene, counts = Scene(monkeypatch), []
+
+    async def before(method):
+        counts.append((method, len(scene.writes)))
+
+    async with create(scene.target) as worker:
+        clients = [DirectClient(worker, before=before)]
+        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
+            monkeypatch.setattr(sync, "keeper", lambda round: Keeper())
+            await scene.sends(sync, 1)
+    assert dict(counts)["start_weight_update"] == 0
+    assert scene.writes

@@ -94,7 +94,6 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         self._unique_id = b""
         self._join_s = DEFAULTS.admit_s
         self._ranks_of: dict[str, int] = {}
-        self._ahead: tuple[Round, OutStream] | None = None
 
     # -- init ------------------------------------------------------------------------------------
 
@@ -219,7 +218,6 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         sender.release()
 
     def dispose(self) -> None:
-        self._let_go()
         super().dispose()
         group, self._group = self._group, None
         if group is not None:
@@ -269,11 +267,10 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         sender.lean_on(stays=_stays(feed))
 
     async def beside_start(self, round: Round, start: Callable[[], Awaitable[None]]) -> None:
-        feed, plan = round.validated()
-        self._let_go()
+        feed, _ = round.validated()
         alone = self.ranks.size == 1 and self.keeper(round) is None
         is_ours = type(self).transmit is StreamedTrainerEngine.transmit  # it takes the stream
-        if not (alone and is_ours and plan.chunks and _stays(feed)):
+        if not (alone and is_ours and _stays(feed)):
             await start()
             return
         stream = self.out_stream(round)
@@ -289,23 +286,14 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         except BaseException:
             stream.close()
             raise
-        self._ahead = round, stream
+        round.ahead = stream
 
     def out_stream(self, round: Round) -> OutStream:
-        (of, stream), self._ahead = self._ahead or (None, None), None
-        if of is round and stream is not None and stream.sender is self.sender:
-            return stream
         sender = self.sender
         assert isinstance(sender, NcclSender)  # made by init
         # Here, on the caller's thread: its current stream is the one that trained.
         sender.order_after(mark_current(self.device))
         return super().out_stream(round)
-
-    def _let_go(self) -> None:
-        """Of a chunk that was made ready in a round that did not come to send it."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead[1].close()
 
 
 def _stays(feed: SourceFeed) -> bool:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from aiosync.engines.streamed import StreamUpdateInfo
     from aiosync.messages import RoundHeader
     from aiosync.metadata import ParamMeta
+    from aiosync.session import Session
     from aiosync.sinks import Sink
     from transports.planning import Plan
     from transports.stream import Receiver
@@ -137,27 +138,28 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         return metadata, plan
 
     def round_began(self, header: RoundHeader | None) -> None:
-        known = self._known
-        if header is None or known is None:
+        known, session = self._known, self.cycle.session
+        if header is None or known is None or session is None:
             return
         # A trainer of ours sends as soon as all have begun. Who drives it may wait with that, and
         # a device should not be busy with waiting.
         if header.digest == known[2].digest and header.ticket is None:
             name = f"{self.name}-ahead-{header.round}"
-            self.cycle.supervisor.start(self._get_ahead(header.round), name=name)
+            self.cycle.supervisor.start(self._get_ahead(session, *known[1:]), name=name)
 
-    async def _get_ahead(self, round: int) -> None:
+    async def _get_ahead(self, session: Session, metadata: Sequence[ParamMeta], plan: Plan) -> None:
         """Be ready for the bytes of a round like the last one before it is announced."""
-        receiver, known, session = self.receiver, self._known, self.cycle.session
-        assert receiver is not None  # a round has just begun
-        assert known is not None
-        assert session is not None
+        receiver = self.receiver
+        assert isinstance(receiver, NcclReceiver)  # a round has just begun
 
         def post() -> None:
             # Behind an update that came sooner it would wait for bytes that have come.
             is_due = not session.over and not session.was_asked("update")
             if receiver is self.receiver and is_due:
-                self._prefetch(known[1], known[2], round, self._stall_s, posts=self._posts_ahead)
+                receiver.describe(metadata)
+                receiver.prefetch(
+                    plan, round=session.number, stall=self._stall_s, posts=self._posts_ahead
+                )
 
         try:
             with suppress(AiosyncError):  # what is wrong is found again by the update
@@ -165,20 +167,6 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         finally:
             if session.over and self.cycle.session in (None, session):
                 receiver.close()  # `leave_round` may have come too early
-
-    def _prefetch(
-        self,
-        metadata: Sequence[ParamMeta],
-        plan: Plan,
-        round: int,
-        stall: float,
-        *,
-        posts: bool = True,
-    ) -> None:
-        receiver = self.receiver
-        assert isinstance(receiver, NcclReceiver)  # the machine is initialised
-        receiver.describe(metadata)
-        receiver.prefetch(plan, round=round, stall=stall, posts=posts)
 
     async def leave_round(self, error: BaseException) -> None:
         if self.receiver is not None:
@@ -194,7 +182,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         receiver.describe(metadata)
         if self._begun == self._known[0]:
             # As last time: bytes may come while the sink gets ready.
-            self._prefetch(metadata, plan, info.round, info.stall_s)
+            receiver.prefetch(plan, round=info.round, stall=info.stall_s)
         self._begun, self._stall_s = None, info.stall_s
         super().begin_sink(sink, metadata, plan, info)
         self._begun = self._known[0]

@@ -235,7 +235,8 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
     async def transmit(self, round: Round) -> StreamSummary:
         # First the request to the workers goes out: a busy lane would keep the interpreter from it.
         await anyio.lowlevel.checkpoint()
-        summary = await self.out_stream(round).run()
+        stream, round.ahead = round.ahead, None
+        summary = await (stream or self.out_stream(round)).run()
         feed, _ = round.validated()
         for link in round.present:
             self._announced[link.name] = feed.wire_digest
