@@ -215,10 +215,11 @@ async def test_a_start_that_is_refused_sends_nothing_and_the_next_round_works(fa
         clients = [DirectClient(worker, before=scene.before)]
         async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
             await scene.sends(sync, 1)
-            scene.fails["start_weight_update"] = Busy("not now")
+            scene.fails["start_weight_update"], sender = Busy("not now"), sync.sender
             with pytest.raises(Busy, match="not now"):
                 await scene.sends(sync, 2)
             assert FakeGroup.made[0].hub.wire == []
+            assert not sender._is_open
             with torch.no_grad():
                 next(scene.model.parameters()).add_(1)
             await scene.sends(sync, 3)

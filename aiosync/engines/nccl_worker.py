@@ -154,8 +154,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
 
         def post() -> None:
             # Behind an update that came sooner it would wait for bytes that have come.
-            is_due = not session.over and not session.was_asked("update")
-            if receiver is self.receiver and is_due:
+            if not session.over and not session.was_asked("update"):
                 receiver.describe(metadata)
                 receiver.prefetch(
                     plan, round=session.number, stall=self._stall_s, posts=self._posts_ahead
