@@ -200,9 +200,10 @@ async def outcome(change, sink, backend="ipc"):
         was_foreseen = worker._foreseen is not None
         change(model)
         try:
-            await sync.send_weights(version=1)
+            report = await sync.send_weights(version=1)
         except AiosyncError as error:
-            return was_foreseen, (type(error), str(error), error.weights)
+            return was_foreseen, (type(error), str(error), error.report.notes)
+        assert not report.notes  # it did not have to begin again
         assert {m.name for m in sync.source.metadata} <= model.state_dict().keys()
         assert worker._foreseen is None
         again = await sync.send_weights(version=2)
@@ -279,6 +280,7 @@ async def test_another_announcement_is_taken_as_it_is(source, problem, foresees,
         ({"names": ["a", "b", "c", "d", "e"]}, "does not match"),
         ({"dtype_names": ["int32"] * 5}, "does not match"),
         ({"shapes": [[1], [1], [1], [1], [1]]}, "does not match"),
+        ({"metadata_digest": "0"}, "does not match"),
         ({"plan_digest": "0"}, "both sides must agree"),
     ],
 )
@@ -347,6 +349,14 @@ class Loads(Net):
         return super().named_parameters(*args, **kwargs)
 
 
+class OnlyLoads(Net):
+    calls = 0
+
+    def load_weights(self, pairs):
+        OnlyLoads.calls += 1
+        self.load_state_dict(dict(pairs), strict=False)
+
+
 class Renames(Net):
     calls = 0
 
@@ -364,7 +374,7 @@ class Holds(nn.Sequential):
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("make", [Loads, Renames, lambda: Holds(Renames())])
+@pytest.mark.parametrize("make", [Loads, OnlyLoads, Renames, lambda: Holds(Renames())])
 async def test_a_model_with_code_of_its_own_is_not_called_before_a_round(make):
     config, model = WeightTransferConfig(backend="ipc"), make()
     source = Holds(trained()) if isinstance(model, Holds) else trained()
@@ -496,10 +506,15 @@ async def test_an_engine_that_is_closed_meanwhile_leaves_no_task(monkeypatch):
     worker = Engine(WeightTransferConfig(backend="ipc"), None, "cpu", Net())
     async with aiosync.connect(trained(), workers=[DirectClient(worker)]):
         await slow.has_begun()
+        [looking] = [t for t in asyncio.all_tasks() if t.get_name().endswith("-foresight")]
         closing = asyncio.create_task(worker.aclose())
-        await asyncio.sleep(0.01)
+        for _ in range(1000):
+            await asyncio.sleep(0.001)
+            if looking.cancelling():
+                break
         slow.goes_on.set()
         await closing
+        assert looking.cancelled()
     assert not [t for t in asyncio.all_tasks() - mine if "foresight" in t.get_name()]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -80,14 +79,11 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         """Get ready for a first round while the trainer does."""
         is_ours = isinstance(getattr(self.config, "sink", "staged"), str)
         if self.foresees and is_ours and isinstance(self.model, nn.Module):
-            self.cycle.supervisor.start(self._look_ahead(), name=f"{self.name}-foresight")
-
-    async def _look_ahead(self) -> None:
-        # What is wrong is found again, and told, by a round.
-        with suppress(Exception):
-            await self.lane.run(self._foresee, grace=DEFAULTS.cleanup_s / 2)
+            looking = self.lane.run(self._foresee, grace=DEFAULTS.cleanup_s / 2)
+            self.cycle.supervisor.start(looking, name=f"{self.name}-foresight")
 
     def _foresee(self) -> None:
+        """What is wrong is found again, and told, by a round."""
         if self._known is not None:
             return  # a round was quicker
         with short_turns, few_collections:
