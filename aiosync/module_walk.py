@@ -50,18 +50,26 @@ def named_members(module: nn.Module) -> Members:
 
 
 def _named_members(module: nn.Module) -> Members:
-    parameters: _Named = {}
-    buffers: _Named = {}
-    own = module.__dict__.keys() & set(_WALKED)
-    if not own and walks_plainly(type(module)):  # type: ignore[arg-type] # a class is hashable
-        _add(module, "", parameters, buffers)
-        if _collect(module, "", parameters, buffers):
-            return parameters, buffers
     # Some wrappers rename what they hold; only they know how.
-    return (
+    return plain_members(module) or (
         dict(module.named_parameters(remove_duplicate=False)),
         dict(module.named_buffers(remove_duplicate=False)),
     )
+
+
+def plain_members(module: nn.Module) -> Members | None:
+    """`named_members` of a tree without a class that walks in its own way; else None.
+
+    Raises:
+        RecursionError: A module contains itself.
+    """
+    parameters: _Named = {}
+    buffers: _Named = {}
+    own = module.__dict__.keys() & set(_WALKED)
+    if own or not walks_plainly(type(module)):  # type: ignore[arg-type] # a class is hashable
+        return None
+    _add(module, "", parameters, buffers)
+    return (parameters, buffers) if _collect(module, "", parameters, buffers) else None
 
 
 def _collect(module: nn.Module, prefix: str, parameters: _Named, buffers: _Named) -> bool:

@@ -17,7 +17,7 @@ from aiosync.crash_marker import CrashMarker
 from aiosync.destinations import Destinations, Writes, moved
 from aiosync.errors import Busy, Coverage, InvalidTransition, Torn, Validation
 from aiosync.foreign import LeftBehind
-from aiosync.late_look import LooksLate
+from aiosync.foresight import Foresees
 from aiosync.loaders import load_all, refuse_awaitable
 from aiosync.metadata import Validated, first_few, meta_nbytes
 from aiosync.module_layout import bit_equal
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _NOTHING = Destinations([], [], [], 0)
 
 
-class Sink(LooksLate, ABC):
+class Sink(Foresees, ABC):
     """One model's side of a round. Made by `make_sink`.
 
     Attributes:

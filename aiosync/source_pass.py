@@ -21,6 +21,7 @@ from aiosync.few_collections import few_collections
 from aiosync.glance import FRESH_S
 from aiosync.passes import CLOSE_SECONDS, aclosing, closing
 from aiosync.reading import Reading
+from aiosync.short_turns import short_turns
 from transports.stream import columns_of
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class SourcePass:
         """
         # With other ranks even a complaint about the module has its turn.
         if self._ranks.size == 1 and getattr(self._sender, "takes_parameters", False):
-            self._feed.look()
+            with short_turns:  # the requests that tell the readers are on their way
+                self._feed.look()
         if then is not None:
             then()
         if self._sender is not None:  # readers may read as soon as it is open

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiosync.metadata import ParamMeta
+    from aiosync.module_walk import Members
 
 
 class Model(NamedTuple):
@@ -66,13 +67,14 @@ class Matcher:
     It keeps names and addresses, never tensors: memory that the model gives up is free at once.
     """
 
-    __slots__ = ("_glance", "_key", "_match", "_places")
+    __slots__ = ("_glance", "_is_foreseen", "_key", "_match", "_places")
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._glance: Glance | None = None
         self._places: Places | None = None
         self._match = _Match(Names([]), [], [], 0, None)
+        self._is_foreseen = False
 
     def find(
         self,
@@ -108,10 +110,33 @@ class Matcher:
             self._places = None
             self._match = _matched(found, metadata, aliases, partial=partial)
             self._key, self._places = key, Places(tensors)
-        elif self._match.device is not None:  # it seems to stay as it is
+        elif self._match.device is not None and not self._is_foreseen:  # it seems to stay as it is
             self._glance = Glance.of(model, tensors, self._match.names.single)
+        self._is_foreseen = False
         names, ties, left_out, skipped, device = self._match
         return Destinations(Writes(names, tensors, device), ties, left_out, skipped)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing was looked for yet."""
+        return self._key is None or self._is_foreseen
+
+    def foresee(self, members: Members, metadata: list[ParamMeta]) -> bool:
+        """Match an announcement that may come with a module's tensors, before the first `find`.
+
+        Then `find` has but to see that both are as they were. False, and nothing is kept: the
+        tensors are not plain, or not apart.
+        """
+        parameters, buffers = members
+        model = Model(parameters | buffers, list(parameters))
+        # The places first: what changes while it is matched is then elsewhere later on.
+        places = Places(model.tensors)
+        match = _matched_plainly(model, metadata, {})
+        if match is None:
+            return False
+        self._key, self._places = (metadata, {}, False, model.required), places
+        self._match, self._is_foreseen = match, True
+        return True
 
     def _at_a_glance(
         self,

@@ -203,6 +203,9 @@ class WeightTransferEngine(
         """Monotonic time of the last byte received, for the lease."""
         return float("-inf")
 
+    def channel_opened(self) -> None:
+        """An init has succeeded; on the loop, must not block."""
+
     def round_began(self, header: RoundHeader | None) -> None:
         """The round that `header` is of has begun; on the loop, must not block."""
 

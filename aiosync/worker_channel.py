@@ -73,6 +73,7 @@ class Channel:
                 raise engine.wrong_order("init")
             cycle.ownership.take(caller)
             engine.machine.fire(Trigger.INITIALIZE, version=label_of(engine.version))
+            engine.channel_opened()
 
     async def shutdown(
         self, bare: Callable[..., Any], *, header: RoundHeader | None = None

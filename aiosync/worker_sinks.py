@@ -42,12 +42,13 @@ class Sinks:
 
     def know_sink(self) -> Sink:
         """The model's sink, made if there is none yet; does not make the round use it."""
-        sink = self._sinks.get(id(self.model))
+        model = self.model  # a round that begins meanwhile may aim at another one
+        sink = self._sinks.get(id(model))
         if sink is None:
-            is_own = self.model is self._default_model
+            is_own = model is self._default_model
             device = self.landing_device or self.device
-            sink = build_sink(self.config, self.model, device, is_own=is_own)
-            self._sinks[id(self.model)] = sink
+            made = build_sink(self.config, model, device, is_own=is_own)
+            sink = self._sinks.setdefault(id(model), made)
         return sink
 
     def known_sinks(self) -> list[Sink]:

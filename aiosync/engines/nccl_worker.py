@@ -43,6 +43,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
     update_info_cls = NCCLWeightTransferUpdateInfo
     reusable_after_abort = False
     shares_staging = False
+    foresees = False  # it has other plans, and its own rules for what is announced
     landing_device = None  # NCCL writes into the engine's own device, also without a buffer
 
     _group: NcclGroup | None = None

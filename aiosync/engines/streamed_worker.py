@@ -6,12 +6,17 @@ from abc import abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from torch import nn
+
 from aiosync.defaults import DEFAULTS
 from aiosync.engines.streamed import StreamUpdateInfo, plan_of
 from aiosync.errors import Refused, Validation
+from aiosync.few_collections import few_collections
+from aiosync.foresight import is_announced
 from aiosync.held_source import ByName, HeldSource
 from aiosync.metadata import from_wire, metadata_digest
 from aiosync.overrides import at_once, instant
+from aiosync.short_turns import short_turns
 from aiosync.sinks import StagedSink
 from aiosync.staging import receiver_at
 from aiosync.streaming import stream_in
@@ -45,8 +50,11 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     _limit = DEFAULTS.buffer_bytes
     _bytes_before = 0
     _known: tuple[str, tuple[ParamMeta, ...], Plan] | None = None
+    _foreseen: tuple[str, tuple[ParamMeta, ...], Plan] | None = None
     _taken: tuple[str, tuple[ParamMeta, ...], dict[str, str]] | None = None
 
+    foresees: ClassVar[bool] = True
+    """Whether it looks at its model as soon as it is initialised."""
     verifies_early = True
     """Whether a round is verified as soon as its bytes are there, not only when it is prepared."""
 
@@ -63,9 +71,26 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
 
     def open_channel(self, init_info: Init) -> None:
         """What init comes to, once a backend's group is joined; may block for a moment."""
-        self._known = None
+        self._known = self._foreseen = None
         self._limit = init_info.buffer_size_bytes  # type: ignore[attr-defined] # in all of them
         self.receiver = receiver_at(self.staging, partial(self.open_receiver, init_info))
+
+    def channel_opened(self) -> None:
+        """Get ready for a first round while the trainer does."""
+        is_ours = isinstance(getattr(self.config, "sink", "staged"), str)
+        if self.foresees and is_ours and isinstance(self.model, nn.Module):
+            looking = self.lane.run(self._foresee, grace=DEFAULTS.cleanup_s / 2)
+            self.cycle.supervisor.start(looking, name=f"{self.name}-foresight")
+
+    def _foresee(self) -> None:
+        """What is wrong is found again, and told, by a round."""
+        if self._known is not None:
+            return  # a round was quicker
+        with short_turns, few_collections:
+            metadata = self.know_sink().foresee()
+            if metadata is not None:
+                plan = plan_of(metadata, self._limit)
+                self._foreseen = (metadata_digest(metadata), metadata, plan)
 
     @property
     def follows(self) -> bool:
@@ -137,6 +162,8 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     def _check_announced(self, info: StreamUpdateInfo) -> tuple[tuple[ParamMeta, ...], Plan]:
         known = self._known
         if known is None or known[0] != info.metadata_digest:
+            known = self._known = self._as_foreseen(info)
+        if known is None:
             metadata = tuple(from_wire(info.names, info.dtype_names, info.shapes))
             if metadata_digest(metadata) != info.metadata_digest:
                 raise Validation(
@@ -155,6 +182,17 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
             )
         return metadata, plan
 
+    def _as_foreseen(
+        self, info: StreamUpdateInfo
+    ) -> tuple[str, tuple[ParamMeta, ...], Plan] | None:
+        """What was found out before, if just that is announced; forgotten in any case."""
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is None or foreseen[0] != info.metadata_digest:
+            return None
+        _, metadata, plan = foreseen
+        is_same = is_announced(metadata, info.names, info.dtype_names, info.shapes)
+        return foreseen if is_same and plan.digest == info.plan_digest else None
+
     @instant
     async def finish_weight_update(self) -> None:
         return
@@ -162,7 +200,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     def shutdown(self) -> None:
         receiver, self.receiver = self.receiver, None
         self._bytes_before = 0
-        self._known = None
+        self._known = self._foreseen = None
         if isinstance(receiver, LeadReceiver | FollowReceiver):
             receiver.release()
             receiver = receiver.inner
