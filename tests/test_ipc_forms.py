@@ -176,7 +176,7 @@ async def test_workers_are_told_of_an_update_before_the_lane_is_busy_with_it(mon
         return write(writer, chunks)
 
     def noted_submit(worker, call):
-        if getattr(call.fn, "__name__", "") == "drive" and "source" in worker.name:
+        if getattr(call.fn, "__name__", "") == "_drive" and "source" in worker.name:
             steps.append("lane")
         return submit(worker, call)
 
