@@ -80,6 +80,7 @@ class OutStream:
 
     def close(self) -> None:
         """Nobody will `run` it, or it is over."""
+        self._failure = None
         self.sender.close()
 
     async def run(self) -> StreamSummary:
@@ -100,7 +101,10 @@ class OutStream:
 
     def _drive(self) -> StreamSummary:
         if self._failure is not None:
-            raise self._failure
+            try:
+                raise self._failure
+            finally:
+                self._failure = None  # its traceback holds this frame
         if self._has_begun:
             self._pass.check_ahead()
             holding: Any = self.sender
