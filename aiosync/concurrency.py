@@ -299,8 +299,11 @@ class Supervisor:
         return task
 
     async def aclose(self, *, seconds: float) -> None:
-        """Cancel what still runs and wait for it, at most `seconds`."""
-        running = [task for task in self._tasks if not task.done]
+        """Cancel what still runs and wait for it, at most `seconds`.
+
+        A loop that was closed runs nothing of its own any more.
+        """
+        running = [t for t in self._tasks if not t.done and not t.loop.is_closed()]
         for task in running:
             task.cancel()
         with anyio.move_on_after(seconds):  # for all of them together

@@ -8,37 +8,43 @@ later rounds do with what was found in the last one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, Self, final
 
 from torch import nn
 
 from aiosync.late_look import LooksLate
-from aiosync.metadata import dtype_name, plain_metas, shared
+from aiosync.metadata import Validated, dtype_name, plain_metas, shared
 from aiosync.module_walk import DTYPE, SHAPE, plain_members
+from aiosync.targets import Matcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiosync.metadata import ParamMeta, Validated
-    from aiosync.targets import Matcher
+    from aiosync.metadata import ParamMeta
 
 
-class Foresees(LooksLate):
-    """Part of every sink."""
+@final
+class Foresight:
+    """What the sink of a first round would find; it holds no tensor and no module.
 
-    model: Any
-    _loader: Any
-    _matcher: Matcher
-    _validated: Validated
+    Attributes:
+        metadata: An announcement of the module's parameters.
+    """
 
-    def foresee(self) -> tuple[ParamMeta, ...] | None:
-        """Match the model with an announcement of its parameters; before the first round.
+    def __init__(self, module: nn.Module, metadata: tuple[ParamMeta, ...]) -> None:
+        self.metadata = metadata
+        self.validated = Validated()
+        self.matcher = Matcher()
+        self._module = weakref.ref(module)
 
-        Runs nobody's code, and keeps what a first round would.
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Match a model with an announcement of its parameters; runs nobody's code.
 
         Returns:
-            That announcement; None where nothing can be foreseen: the model has a loader of its
-            own, is no module or walks in its own way, or its tensors are tied or not plain.
+            None where nothing can be foreseen: the model has a loader of its own, is no module or
+            walks in its own way, or its tensors are tied or not plain.
 
         Raises:
             Validation: No announcement could be of this model.
@@ -46,9 +52,8 @@ class Foresees(LooksLate):
             Exception: What a tensor without a shape raises, or a model that is being changed.
         """
         members = None
-        may = self._loader is None and self._matcher.is_unused
-        if may and isinstance(self.model, nn.Module):
-            members = plain_members(self.model)
+        if isinstance(model, nn.Module) and not callable(getattr(model, "load_weights", None)):
+            members = plain_members(model)
         if members is None:
             return None
         parameters = members[0]
@@ -56,9 +61,25 @@ class Foresees(LooksLate):
         if not tensors:
             return None
         shapes = shared(map(SHAPE, tensors))
-        announced = tuple(plain_metas(parameters, map(DTYPE, tensors), shapes))
-        is_foreseen = self._matcher.foresee(members, self._validated(announced))
-        return announced if is_foreseen else None
+        made = cls(model, tuple(plain_metas(parameters, map(DTYPE, tensors), shapes)))
+        return made if made.matcher.foresee(members, made.validated(made.metadata)) else None
+
+    def is_of(self, model: Any) -> bool:
+        """Whether this very module was looked at."""
+        return self._module() is model
+
+
+class Foresees(LooksLate):
+    """Part of every sink."""
+
+    model: Any
+    _matcher: Matcher
+    _validated: Validated
+
+    def take_over(self, foresight: Foresight) -> None:
+        """Begin with what was foreseen of this model; for a sink that was just made."""
+        if foresight.is_of(self.model):
+            self._matcher, self._validated = foresight.matcher, foresight.validated
 
 
 def is_announced(

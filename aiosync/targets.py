@@ -116,11 +116,6 @@ class Matcher:
         names, ties, left_out, skipped, device = self._match
         return Destinations(Writes(names, tensors, device), ties, left_out, skipped)
 
-    @property
-    def is_unused(self) -> bool:
-        """Whether nothing was looked for yet."""
-        return self._key is None or self._is_foreseen
-
     def foresee(self, members: Members, metadata: list[ParamMeta]) -> bool:
         """Match an announcement that may come with a module's tensors, before the first `find`.
 

@@ -28,11 +28,12 @@ from aiosync import (
 from aiosync.engines import streamed_worker
 from aiosync.engines.streamed import StreamedTrainerEngine
 from aiosync.feed import SourceFeed
-from aiosync.foresight import Foresees
+from aiosync.foresight import Foresight
 from aiosync.glance import Glance
 from aiosync.metadata import ParamMeta, Replicate, Shard, dtype_name, metadata_digest
 from aiosync.sinks import make_sink
 from aiosync.testing import DirectClient
+from statemachines.tables import State
 
 Engine = aiosync.IPCWeightTransferEngine
 
@@ -307,9 +308,8 @@ async def test_a_first_round_of_what_was_foreseen_looks_for_nothing_again(monkey
             patched.setattr(streamed_worker, "plan_of", never)
             patched.setattr(targets, "_matched", never)
             patched.setattr(Glance, "of", never)  # which a second round needs at the earliest
-            worker_sink = worker.know_sink()
             await sync.send_weights()
-            assert worker.know_sink() is worker_sink
+        worker_sink = worker.know_sink()
         assert torch.equal(worker.model.last.weight, trained().last.weight)
         await sync.send_weights()
         assert worker_sink._matcher._glance is not None
@@ -385,6 +385,59 @@ async def test_a_model_with_code_of_its_own_is_not_called_before_a_round(make):
             assert (model.calls, worker._foreseen) == (before, None)
             await sync.send_weights()
             assert model.calls > before
+
+
+def give_a_loader(model):
+    model.load_weights = lambda pairs: model.__dict__.setdefault("taken", list(pairs))
+
+
+def become_one_that_loads(model):
+    model.__class__ = Takes
+
+
+class Takes(Net):
+    def load_weights(self, pairs):
+        self.__dict__.setdefault("taken", list(pairs))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sink", ["staged", "in_place", "layerwise"])
+@pytest.mark.parametrize("change", [give_a_loader, become_one_that_loads])
+@pytest.mark.parametrize("kind", [Net, OnlyLoads])
+async def test_a_loader_that_a_model_gets_before_the_first_round_is_the_one(kind, change, sink):
+    model = kind()
+    before = values(model)
+    async with pair(model, sink=sink) as (worker, sync):
+        assert (worker._foreseen is None) == (kind is OnlyLoads)
+        assert not worker.has_sink
+        change(model)
+        await sync.send_weights()
+    assert "last.weight" in dict(model.taken)
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+
+
+@pytest.mark.asyncio
+async def test_a_sink_that_is_there_already_keeps_what_it_knows():
+    async with pair() as (worker, sync):
+        matcher = worker.know_sink()._matcher
+        await sync.send_weights()
+        assert worker.know_sink()._matcher is matcher
+
+
+@pytest.mark.asyncio
+async def test_a_draft_takes_nothing_over_of_the_model():
+    draft, model = Net(), Net()
+    async with Engine(WeightTransferConfig(backend="ipc"), None, "cpu", model) as worker:
+        worker.set_draft_model(draft)
+        async with aiosync.connect(trained(), workers=[DirectClient(worker)]) as sync:
+            await looked(worker)
+            foreseen = worker._foreseen[1]
+            await sync.send_weights(target=aiosync.Draft())
+            assert worker._sinks[id(draft)]._matcher is not foreseen.matcher
+            assert torch.equal(draft.last.weight, trained().last.weight)
+            assert not torch.equal(model.last.weight, draft.last.weight)
+            await sync.send_weights()
+            assert torch.equal(model.last.weight, draft.last.weight)
 
 
 @pytest.mark.asyncio
@@ -472,14 +525,14 @@ class Slow:
 
     def __init__(self, monkeypatch):
         self.began, self.goes_on = threading.Event(), threading.Event()
-        plainly = Foresees.foresee
+        plainly = Foresight.of
 
-        def foresee(sink):
+        def of(model):
             self.began.set()
             assert self.goes_on.wait(10)
-            return plainly(sink)
+            return plainly(model)
 
-        monkeypatch.setattr(Foresees, "foresee", foresee)
+        monkeypatch.setattr(Foresight, "of", of)
 
     async def has_begun(self):
         assert await asyncio.to_thread(self.began.wait, 10)
@@ -516,6 +569,29 @@ async def test_an_engine_that_is_closed_meanwhile_leaves_no_task(monkeypatch):
         await closing
         assert looking.cancelled()
     assert not [t for t in asyncio.all_tasks() - mine if "foresight" in t.get_name()]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_loop_that_is_closed_meanwhile_keeps_neither_engine_nor_model(closes, monkeypatch):
+    slow = Slow(monkeypatch)
+    worker = Engine(WeightTransferConfig(backend="ipc"), None, "cpu", Net())
+    model = weakref.ref(worker.model)
+    where = {"address": "unix:///nowhere", "token": "0" * 32, "reader": "w"}
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(worker.init_transfer_engine(where | {"buffer_size_bytes": 4096}))
+    loop.run_until_complete(slow.has_begun())
+    loop.close()
+    if closes:
+        slow.goes_on.set()
+        asyncio.run(worker.aclose())
+        assert worker.state is State.CLOSED
+    else:
+        lane = worker.lane
+        slow.goes_on.set()
+        asyncio.run(lane.run(int))
+    del worker
+    gc.collect()
+    assert model() is None
 
 
 def test_a_model_that_is_swapped_while_its_sink_is_made_gets_no_sink_of_another(monkeypatch):

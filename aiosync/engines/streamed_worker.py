@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -12,7 +13,7 @@ from aiosync.defaults import DEFAULTS
 from aiosync.engines.streamed import StreamUpdateInfo, plan_of
 from aiosync.errors import Refused, Validation
 from aiosync.few_collections import few_collections
-from aiosync.foresight import is_announced
+from aiosync.foresight import Foresight, is_announced
 from aiosync.held_source import ByName, HeldSource
 from aiosync.metadata import from_wire, metadata_digest
 from aiosync.overrides import at_once, instant
@@ -25,7 +26,7 @@ from aiosync.worker import WeightTransferEngine
 from transports.staging import FollowReceiver, LeadReceiver
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from aiosync.copy_order import CopyOrder
     from aiosync.metadata import ParamMeta
@@ -50,7 +51,7 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
     _limit = DEFAULTS.buffer_bytes
     _bytes_before = 0
     _known: tuple[str, tuple[ParamMeta, ...], Plan] | None = None
-    _foreseen: tuple[str, tuple[ParamMeta, ...], Plan] | None = None
+    _foreseen: tuple[str, Foresight, Plan] | None = None
     _taken: tuple[str, tuple[ParamMeta, ...], dict[str, str]] | None = None
 
     foresees: ClassVar[bool] = True
@@ -79,18 +80,20 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         """Get ready for a first round while the trainer does."""
         is_ours = isinstance(getattr(self.config, "sink", "staged"), str)
         if self.foresees and is_ours and isinstance(self.model, nn.Module):
-            looking = self.lane.run(self._foresee, grace=DEFAULTS.cleanup_s / 2)
+            # A loop that is closed before the task was over never lets go of it.
+            look = partial(_call, weakref.WeakMethod(self._foresee))
+            looking = self.lane.run(look, grace=DEFAULTS.cleanup_s / 2)
             self.cycle.supervisor.start(looking, name=f"{self.name}-foresight")
 
     def _foresee(self) -> None:
         """What is wrong is found again, and told, by a round."""
-        if self._known is not None:
-            return  # a round was quicker
+        if self._known is not None or self.has_sink:
+            return  # a round was quicker, or another trainer's has found it all
         with short_turns, few_collections:
-            metadata = self.know_sink().foresee()
-            if metadata is not None:
-                plan = plan_of(metadata, self._limit)
-                self._foreseen = (metadata_digest(metadata), metadata, plan)
+            foresight = Foresight.of(self.model)
+            if foresight is not None:
+                plan = plan_of(foresight.metadata, self._limit)
+                self._foreseen = (metadata_digest(foresight.metadata), foresight, plan)
 
     @property
     def follows(self) -> bool:
@@ -154,9 +157,14 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         sink.begin(metadata, aliases=info.aliases)
 
     def _get_ready(self, info: StreamUpdateInfo) -> tuple[tuple[ParamMeta, ...], Plan]:
+        foreseen = self._foreseen
         checked = self._check_announced(info)
         if isinstance(getattr(self.config, "sink", "staged"), str):
-            self.know_sink()  # not on the loop: it may walk the whole model
+            is_new = not self.has_sink
+            sink = self.know_sink()  # not on the loop: it may walk the whole model
+            # Not made before: until now the model may still have got a loader.
+            if is_new and foreseen is not None:
+                sink.take_over(foreseen[1])
         return checked
 
     def _check_announced(self, info: StreamUpdateInfo) -> tuple[tuple[ParamMeta, ...], Plan]:
@@ -189,9 +197,10 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is None or foreseen[0] != info.metadata_digest:
             return None
-        _, metadata, plan = foreseen
+        digest, foresight, plan = foreseen
+        metadata = foresight.metadata
         is_same = is_announced(metadata, info.names, info.dtype_names, info.shapes)
-        return foreseen if is_same and plan.digest == info.plan_digest else None
+        return (digest, metadata, plan) if is_same and plan.digest == info.plan_digest else None
 
     @instant
     async def finish_weight_update(self) -> None:
@@ -216,3 +225,9 @@ class StreamedWorkerEngine(WeightTransferEngine[Init, StreamUpdateInfo]):
 
     def progress_at(self) -> float:
         return self.receiver.progress.at if self.receiver is not None else super().progress_at()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call the method of an object that is still there."""
+    if (here := method()) is not None:
+        here()
