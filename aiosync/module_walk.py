@@ -7,7 +7,7 @@ with tens of thousands of tensors are walked here with one plain call per submod
 from __future__ import annotations
 
 import functools
-from operator import attrgetter, eq
+from operator import attrgetter, eq, ge
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -30,6 +30,7 @@ LAYOUT: Callable[[torch.Tensor], torch.layout] = attrgetter("layout")
 IS_META: Callable[[torch.Tensor], bool] = attrgetter("is_meta")
 _STORAGE = torch.Tensor.untyped_storage
 _HELD = torch.UntypedStorage.nbytes
+_NBYTES: Callable[[torch.Tensor], int] = attrgetter("nbytes")
 
 _Named = dict[str, torch.Tensor]
 Members: TypeAlias = tuple[_Named, _Named]
@@ -124,7 +125,8 @@ def are_strided(tensors: Sequence[torch.Tensor]) -> bool:
 
 def have_memory(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether none of these plain tensors `is_freed`."""
-    return all(map(_HELD, map(_STORAGE, tensors))) or not any(map(is_freed, tensors))
+    held = map(_HELD, map(_STORAGE, tensors))
+    return all(map(ge, held, map(_NBYTES, tensors))) or not any(map(is_freed, tensors))
 
 
 def is_freed(tensor: torch.Tensor) -> bool:

@@ -233,9 +233,15 @@ def test_dtypes_are_exact(mode, here, sent):
         make_sink({"w": torch.zeros(2, dtype=here)}, mode).begin([ParamMeta("w", sent, (2,))])
 
 
-def freed(tensor):
-    tensor.untyped_storage().resize_(0)
+def freed(tensor, left=0):
+    tensor.untyped_storage().resize_(left)
     return tensor
+
+
+def module_with(weight):
+    module = nn.Module()
+    module.weight = nn.Parameter(weight)
+    return module
 
 
 @pytest.mark.fault("A-LAYOUT-12")
@@ -250,6 +256,8 @@ def freed(tensor):
         ({"w": torch.zeros(4, dtype=torch.complex64).conj().imag}, "w is a lazily"),
         ({"w": freed(torch.zeros(4))}, "w is without memory"),
         ({"w": freed(torch.zeros(8)[4:])}, "w is without memory"),
+        ({"w": freed(torch.zeros(4), 8)}, "w is without memory"),
+        (module_with(freed(torch.zeros(4), 8)), "weight is without memory"),
     ],
 )
 def test_destinations_that_cannot_be_written(mode, model, text):
