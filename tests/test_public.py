@@ -24,6 +24,7 @@ OF_BACKENDS = {
     "LaneLike",
     "LoopbackLink",
     "MemberLink",
+    "OutStream",
     "Plan",
     "Rank",
     "Receiver",

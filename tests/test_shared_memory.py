@@ -260,7 +260,7 @@ def test_addresses_that_a_sink_hands_out_again_stay_as_they_are(senders, receive
         sink.begin(metadata)
         thread = Thread(send, sender, tensors, 256, round=round)
         plan = plan_of(tensors, 256)
-        receiver.receive(plan, _Into(sink), sink.landed, round=round, stall=20.0)
+        receiver.receive(plan, _Into(sink, lambda: None), sink.landed, round=round, stall=20.0)
         thread.result()
         for indices in ([0], [0, 1], [1]):
             addresses = [sink._views[index].data_ptr() for index in indices]
