@@ -29,8 +29,9 @@ async def give_up(round: Round, cause: BaseException) -> None:
     The other half belongs to the lane that had to be aborted before.
     """
     engine = round.engine
-    if round.ahead is not None:
-        round.ahead.close()
+    ahead, round.ahead = round.ahead, None
+    if ahead is not None:
+        ahead.close()
     mine = engine.machine.state in BUSY and engine.admission.current is round
     # Else there is nothing to end; or its loop was closed, and the slot is another round's by now.
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, cast, final
 
 from aiosync.few_collections import few_collections
 from aiosync.foreign import stoppable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aiosync.source_pass import SourcePass
     from transports.lane import LaneLike
     from transports.planning import Plan
-    from transports.stream import Receiver, Sender, StreamSummary
+    from transports.stream import Holding, Receiver, Sender, StreamSummary
 
 
 @final
@@ -49,7 +49,7 @@ class OutStream:
         lane: LaneLike,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        self.sender = sender
+        self._sender = sender
         self._pass, self._plan, self._readers = the_pass, plan, readers
         self._round, self._stall, self._grace, self._lane = round, stall, grace, lane
         self._prepare = prepare
@@ -59,7 +59,7 @@ class OutStream:
     async def get_ahead(self) -> None:
         """Make the first chunk ready, before the readers are told of it; nothing leaves.
 
-        For senders that can `hold`, and a source that needs nobody's help. What goes wrong is
+        For a `Holding` sender, and a source that needs nobody's help. What goes wrong is
         raised by `run`; where no `run` follows, `close`. A cancellation waits for the chunk.
         """
         await self._lane.run(self._get_ahead, grace=self._grace)
@@ -67,8 +67,7 @@ class OutStream:
     def _get_ahead(self) -> None:
         try:
             self._begin()
-            holding: Any = self.sender
-            holding.hold()
+            cast("Holding", self._sender).hold()
             self._pass.get_ahead(self._plan.chunks[0].pieces[-1].tensor + 1)
         except Exception as error:  # noqa: BLE001  raised by `run`
             self._failure = error
@@ -76,12 +75,12 @@ class OutStream:
     def _begin(self) -> None:
         self._has_begun = True
         self._pass.prepare(self._prepare)
-        self.sender.open(self._plan, self._readers, round=self._round, stall=self._stall)
+        self._sender.open(self._plan, self._readers, round=self._round, stall=self._stall)
 
     def close(self) -> None:
         """Nobody will `run` it, or it is over."""
         self._failure = None
-        self.sender.close()
+        self._sender.close()
 
     async def run(self) -> StreamSummary:
         """Send everything the pass yields; returns once every reader has acknowledged every chunk.
@@ -107,15 +106,14 @@ class OutStream:
                 self._failure = None  # its traceback holds this frame
         if self._has_begun:
             self._pass.check_ahead()
-            holding: Any = self.sender
-            holding.go()
+            cast("Holding", self._sender).go()
         else:
             self._begin()
         self._pass.run()
         return self._finish()
 
     def _finish(self) -> StreamSummary:
-        summary = self.sender.finish()
+        summary = self._sender.finish()
         self._pass.check_unwritten()
         return summary
 

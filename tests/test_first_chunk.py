@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from contextlib import asynccontextmanager
 
 import fake_nccl
 import models
@@ -183,6 +184,14 @@ class Scene:
         if method in self.fails:
             raise self.fails.pop(method)
 
+    @asynccontextmanager
+    async def joined(self, before=None):
+        """The worker and the trainer; `before` is awaited before each call to the worker."""
+        async with create(self.target) as worker:
+            clients = [DirectClient(worker, before=before)]
+            async with aiosync.connect(self.model, workers=clients, **OPTIONS) as sync:
+                yield worker, sync
+
     async def sends(self, sync, version):
         self.ahead.clear()
         FakeGroup.made[-1].hub.wire.clear()
@@ -196,50 +205,44 @@ async def test_the_first_chunk_is_packed_but_not_sent_while_workers_are_told_to_
     fake, monkeypatch
 ):
     scene = Scene(monkeypatch)
-    async with create(scene.target) as worker:
-        clients = [DirectClient(worker, before=scene.before)]
-        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
-            for version in (1, 2, 3):
-                scene.writes.clear()
-                with torch.no_grad():
-                    next(scene.model.parameters()).add_(1)
-                await scene.sends(sync, version)
-                assert scene.seen["start_weight_update"] == 0
+    async with scene.joined(scene.before) as (_, sync):
+        for version in (1, 2, 3):
+            scene.writes.clear()
+            with torch.no_grad():
+                next(scene.model.parameters()).add_(1)
+            await scene.sends(sync, version)
+            assert scene.seen["start_weight_update"] == 0
     assert len(FakeGroup.made) == 2
 
 
 @pytest.mark.asyncio
 async def test_a_start_that_is_refused_sends_nothing_and_the_next_round_works(fake, monkeypatch):
     scene = Scene(monkeypatch)
-    async with create(scene.target) as worker:
-        clients = [DirectClient(worker, before=scene.before)]
-        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
-            await scene.sends(sync, 1)
-            scene.fails["start_weight_update"], sender = Busy("not now"), sync.sender
-            with pytest.raises(Busy, match="not now"):
-                await scene.sends(sync, 2)
-            assert FakeGroup.made[0].hub.wire == []
-            assert not sender._is_open
-            with torch.no_grad():
-                next(scene.model.parameters()).add_(1)
-            await scene.sends(sync, 3)
+    async with scene.joined(scene.before) as (_, sync):
+        await scene.sends(sync, 1)
+        scene.fails["start_weight_update"], sender = Busy("not now"), sync.sender
+        with pytest.raises(Busy, match="not now"):
+            await scene.sends(sync, 2)
+        assert FakeGroup.made[0].hub.wire == []
+        assert not sender._is_open
+        with torch.no_grad():
+            next(scene.model.parameters()).add_(1)
+        await scene.sends(sync, 3)
 
 
 @pytest.mark.asyncio
 async def test_an_update_that_is_refused_ends_the_round_and_the_next_one_works(fake, monkeypatch):
     scene = Scene(monkeypatch)
-    async with create(scene.target) as worker:
-        clients = [DirectClient(worker, before=scene.before)]
-        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
-            for version in (1, 4):  # the second time the worker has begun to take bytes
-                scene.fails["update_weights"] = Busy("not now")
-                with pytest.raises(Busy, match="not now"):
-                    await scene.sends(sync, version)
-                async with asyncio.timeout(20):  # nobody waits for its bytes any more
-                    while version > 1 and worker.receiver._is_open:
-                        await asyncio.sleep(0.001)
-                await scene.sends(sync, version + 1)
-                await scene.sends(sync, version + 2)
+    async with scene.joined(scene.before) as (worker, sync):
+        for version in (1, 4):  # the second time the worker has begun to take bytes
+            scene.fails["update_weights"] = Busy("not now")
+            with pytest.raises(Busy, match="not now"):
+                await scene.sends(sync, version)
+            async with asyncio.timeout(20):  # nobody waits for its bytes any more
+                while version > 1 and worker.receiver._is_open:
+                    await asyncio.sleep(0.001)
+            await scene.sends(sync, version + 1)
+            await scene.sends(sync, version + 2)
 
 
 def header(worker, **fields):
@@ -264,31 +267,29 @@ async def test_a_worker_is_ready_for_a_round_like_the_last_one_before_its_update
                     await asyncio.sleep(0.001)
 
     monkeypatch.setattr(NcclReceiver, "prefetch", noted)
-    async with create(scene.target) as worker:
-        clients = [DirectClient(worker, before=before)]
-        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
-            for version in (1, 2, 3):
-                with torch.no_grad():
-                    next(scene.model.parameters()).add_(1)
-                await scene.sends(sync, version)
-            assert ready == [2, 2, 3, 3]  # by the start, and once more by the update
-            asked = []
+    async with scene.joined(before) as (worker, sync):
+        for version in (1, 2, 3):
+            with torch.no_grad():
+                next(scene.model.parameters()).add_(1)
+            await scene.sends(sync, version)
+        assert ready == [2, 2, 3, 3]  # by the start, and once more by the update
+        asked = []
 
-            async def note(session, metadata, plan):
-                asked.append((session.number, plan))
+        async def note(session, metadata, plan):
+            asked.append((session.number, plan))
 
-            monkeypatch.setattr(worker, "_get_ahead", note)
-            worker.cycle.session = Session(number=9, lease=9.0, on_end=lambda _: None)
-            worker.round_began(header(worker))
-            for other in (
-                None,
-                header(worker, ticket="t"),  # its driver may take its time
-                header(worker, digest="another plan"),
-            ):
-                worker.round_began(other)
-            await asyncio.sleep(0)
-            assert asked == [(9, worker._known[2])]
-            worker.cycle.session = None
+        monkeypatch.setattr(worker, "_get_ahead", note)
+        worker.cycle.session = Session(number=9, lease=9.0, on_end=lambda _: None)
+        worker.round_began(header(worker))
+        for other in (
+            None,
+            header(worker, ticket="t"),  # its driver may take its time
+            header(worker, digest="another plan"),
+        ):
+            worker.round_began(other)
+        await asyncio.sleep(0)
+        assert asked == [(9, worker._known[2])]
+        worker.cycle.session = None
 
 
 @pytest.mark.asyncio
@@ -309,26 +310,24 @@ async def test_a_worker_whose_round_is_over_waits_for_no_bytes(fake, monkeypatch
             await asyncio.to_thread(busy.wait, 20)
         await scene.before(method)
 
-    async with create(scene.target) as worker:
-        clients = [DirectClient(worker, before=before)]
-        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
-            await scene.sends(sync, 1)
-            monkeypatch.setattr(NcclReceiver, "prefetch", late)
-            if ends == "before":
-                held = asyncio.create_task(worker.lane.run(free.wait, 20))
-            scene.fails["update_weights"] = Busy("not now")
-            with pytest.raises(Busy, match="not now"):
-                await scene.sends(sync, 2)
-            free.set()
-            await worker.lane.run(lambda: None)
-            assert ready == ([] if ends == "before" else [2])
-            async with asyncio.timeout(20):
-                while worker.receiver._is_open:
-                    await asyncio.sleep(0.001)
-            if ends == "before":
-                await held
-            monkeypatch.setattr(NcclReceiver, "prefetch", prefetch)
-            await scene.sends(sync, 3)
+    async with scene.joined(before) as (worker, sync):
+        await scene.sends(sync, 1)
+        monkeypatch.setattr(NcclReceiver, "prefetch", late)
+        if ends == "before":
+            held = asyncio.create_task(worker.lane.run(free.wait, 20))
+        scene.fails["update_weights"] = Busy("not now")
+        with pytest.raises(Busy, match="not now"):
+            await scene.sends(sync, 2)
+        free.set()
+        await worker.lane.run(lambda: None)
+        assert ready == ([] if ends == "before" else [2])
+        async with asyncio.timeout(20):
+            while worker.receiver._is_open:
+                await asyncio.sleep(0.001)
+        if ends == "before":
+            await held
+        monkeypatch.setattr(NcclReceiver, "prefetch", prefetch)
+        await scene.sends(sync, 3)
 
 
 @pytest.mark.asyncio
@@ -342,48 +341,43 @@ async def test_a_round_that_is_cancelled_while_workers_are_told_to_start(fake, m
             asked.set()
             await asyncio.Event().wait()
 
-    async with create(scene.target) as worker:
-        clients = [DirectClient(worker, before=hang)]
-        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
-            sending = asyncio.create_task(sync.send_weights(version=1, budget=PATIENT))
-            await asyncio.wait_for(asked.wait(), 20)
-            sending.cancel()
-            await asyncio.wait([sending])
-            assert sending.cancelled()
-            await scene.sends(sync, 2)
+    async with scene.joined(hang) as (_, sync):
+        sending = asyncio.create_task(sync.send_weights(version=1, budget=PATIENT))
+        await asyncio.wait_for(asked.wait(), 20)
+        sending.cancel()
+        await asyncio.wait([sending])
+        assert sending.cancelled()
+        await scene.sends(sync, 2)
 
 
 @pytest.mark.asyncio
 async def test_what_goes_wrong_ahead_is_the_updates_failure(fake, monkeypatch):
     scene = Scene(monkeypatch)
-    async with create(scene.target) as worker:
-        async with aiosync.connect(scene.model, workers=[DirectClient(worker)], **OPTIONS) as sync:
-            await scene.sends(sync, 1)
+    async with scene.joined() as (_, sync):
+        await scene.sends(sync, 1)
 
-            def fail(sender, batch):
-                raise OSError("no room for a chunk")
+        def fail(sender, batch):
+            raise OSError("no room for a chunk")
 
-            with monkeypatch.context() as patch:
-                patch.setattr(NcclSender, "write", fail)
-                with pytest.raises(OSError, match="no room") as caught:
-                    await scene.sends(sync, 2)
-            assert "update" in caught.value.report.seconds
-            await scene.sends(sync, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(NcclSender, "write", fail)
+            with pytest.raises(OSError, match="no room") as caught:
+                await scene.sends(sync, 2)
+        assert "update" in caught.value.report.seconds
+        await scene.sends(sync, 3)
 
 
 @pytest.mark.asyncio
 async def test_a_worker_that_lost_its_channel_is_initialised_again(fake, monkeypatch):
     scene = Scene(monkeypatch)
-    async with create(scene.target) as worker:
-        clients = [DirectClient(worker, before=scene.before)]
-        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
-            await scene.sends(sync, 1)
-            await DirectClient(worker).shutdown_weight_transfer_engine()
-            with torch.no_grad():
-                next(scene.model.parameters()).add_(1)
-            await scene.sends(sync, 2)
-            assert "initialised again" in sync.last_report.notes[0]
-            await scene.sends(sync, 3)
+    async with scene.joined(scene.before) as (worker, sync):
+        await scene.sends(sync, 1)
+        await DirectClient(worker).shutdown_weight_transfer_engine()
+        with torch.no_grad():
+            next(scene.model.parameters()).add_(1)
+        await scene.sends(sync, 2)
+        assert "initialised again" in sync.last_report.notes[0]
+        await scene.sends(sync, 3)
 
 
 def replaced(net):
@@ -408,18 +402,16 @@ async def test_a_module_that_changes_while_a_start_takes_its_time_is_not_sent_as
             await asyncio.sleep(3 * FRESH_S)
             change(scene.model)
 
-    async with create(scene.target) as worker:
-        clients = [DirectClient(worker, before=before)]
-        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
-            await scene.sends(sync, 1)
-            scene.fails["slow"] = True
-            if change is replaced:
+    async with scene.joined(before) as (_, sync):
+        await scene.sends(sync, 1)
+        scene.fails["slow"] = True
+        if change is replaced:
+            await scene.sends(sync, 2)
+            assert "begun again" in sync.last_report.notes[0]
+        else:
+            with pytest.raises(aiosync.Validation, match="weight changed while the round"):
                 await scene.sends(sync, 2)
-                assert "begun again" in sync.last_report.notes[0]
-            else:
-                with pytest.raises(aiosync.Validation, match="weight changed while the round"):
-                    await scene.sends(sync, 2)
-            await scene.sends(sync, 3)
+        await scene.sends(sync, 3)
 
 
 @pytest.mark.asyncio
@@ -431,12 +423,10 @@ async def test_a_module_that_stays_while_a_start_takes_its_time_is_sent(fake, mo
         if method == "start_weight_update":
             await asyncio.sleep(3 * FRESH_S)
 
-    async with create(scene.target) as worker:
-        clients = [DirectClient(worker, before=before)]
-        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
-            for version in (1, 2, 3):
-                await scene.sends(sync, version)
-            assert sync.last_report.notes == []
+    async with scene.joined(before) as (_, sync):
+        for version in (1, 2, 3):
+            await scene.sends(sync, version)
+        assert sync.last_report.notes == []
 
 
 @pytest.mark.asyncio
@@ -446,16 +436,15 @@ async def test_what_ends_a_round_before_its_transmit_ends_what_was_begun(fake, m
     def fail(engine, round):
         raise OSError("no payload")
 
-    async with create(scene.target) as worker:
-        async with aiosync.connect(scene.model, workers=[DirectClient(worker)], **OPTIONS) as sync:
-            await scene.sends(sync, 1)
-            sender = sync.sender
-            with monkeypatch.context() as patch:
-                patch.setattr(type(sync), "update_payload", fail)
-                with pytest.raises(OSError, match="no payload"):
-                    await scene.sends(sync, 2)
-            assert not sender._is_open
-            await scene.sends(sync, 3)
+    async with scene.joined() as (_, sync):
+        await scene.sends(sync, 1)
+        sender = sync.sender
+        with monkeypatch.context() as patch:
+            patch.setattr(type(sync), "update_payload", fail)
+            with pytest.raises(OSError, match="no payload"):
+                await scene.sends(sync, 2)
+        assert not sender._is_open
+        await scene.sends(sync, 3)
 
 
 @pytest.mark.asyncio
@@ -465,10 +454,8 @@ async def test_what_is_kept_of_a_round_is_not_copied_ahead(fake, monkeypatch):
     async def before(method):
         counts.append((method, len(scene.writes)))
 
-    async with create(scene.target) as worker:
-        clients = [DirectClient(worker, before=before)]
-        async with aiosync.connect(scene.model, workers=clients, **OPTIONS) as sync:
-            monkeypatch.setattr(sync, "keeper", lambda round: Keeper())
-            await scene.sends(sync, 1)
+    async with scene.joined(before) as (_, sync):
+        monkeypatch.setattr(sync, "keeper", lambda round: Keeper())
+        await scene.sends(sync, 1)
     assert dict(counts)["start_weight_update"] == 0
     assert scene.writes

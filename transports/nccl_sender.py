@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @final
 class NcclSender(Half):
-    """The trainer's half; see `transports.stream.Sender`.
+    """The trainer's half; see `transports.stream.Sender` and `Holding`.
 
     `finish` returns when all bytes have left. That they arrived is the workers' own word: NCCL
     completes a send to a dead peer as well.
@@ -71,11 +71,11 @@ class NcclSender(Half):
         self.progress.step(0)
 
     def hold(self) -> None:
-        """After `open`: take the first chunk, and no more, but put it on the wire with `go`."""
+        """See `transports.stream.Holding.hold`."""
         self._holds = True
 
     def go(self) -> None:
-        """The readers are told: what was held leaves. Nothing, where nothing is held."""
+        """See `transports.stream.Holding.go`."""
         held, self._holds, self._held = self._held, False, None
         if held is not None:
             try:

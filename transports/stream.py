@@ -238,6 +238,16 @@ class Sender(Protocol):
         """Drop this round's connections. What outlives rounds (segments, address) stays."""
 
 
+class Holding(Sender, Protocol):
+    """A sender that can take the first chunk of a round before the readers are told of it."""
+
+    def hold(self) -> None:
+        """After `open`: take the first chunk, and no more, but put it on the wire with `go`."""
+
+    def go(self) -> None:
+        """The readers are told: what was held leaves. Nothing, where nothing is held."""
+
+
 class Receiver(Protocol):
     """The worker's half."""
 

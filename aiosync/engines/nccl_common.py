@@ -12,6 +12,7 @@ from aiosync.engines.streamed import Seconds, StreamUpdateInfo
 from aiosync.errors import Validation
 from aiosync.metadata import meta_nbytes
 from transports.cuda import cuda_device
+from transports.device_memory import uuid_of
 from transports.nccl_rendezvous import decode_unique_id
 from transports.planning import EACH, GRADED, NCCL_PACKED, plan_chunks
 
@@ -137,6 +138,11 @@ def nccl_plan(metadata: Sequence[ParamMeta], limit: int, *, packed: bool, graded
         rule=(GRADED if graded else NCCL_PACKED) if packed else EACH,
         names=[meta.name for meta in metadata],
     )
+
+
+def gpu_of(device: torch.device) -> str | None:
+    """The UUID by which trainer and workers know their devices."""
+    return uuid_of(device) if device.type == "cuda" else None
 
 
 def cuda_device_for(given: Any, who: str) -> torch.device:

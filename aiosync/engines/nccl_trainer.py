@@ -15,6 +15,7 @@ from aiosync.engines.nccl_common import (
     BUFFERS,
     NCCLTrainerInitInfo,
     cuda_device_for,
+    gpu_of,
     nccl_plan,
 )
 from aiosync.engines.streamed import StreamedTrainerEngine
@@ -23,7 +24,6 @@ from aiosync.sources import ModuleSource
 from aiosync.spare import free_memory
 from transports.addresses import advertised
 from transports.cuda import mark_current
-from transports.device_memory import uuid_of
 from transports.digest import WSUM64
 from transports.lane import Lane
 from transports.nccl_group import NcclGroup, new_unique_id
@@ -201,7 +201,7 @@ class NCCLTrainerWeightTransferEngine(StreamedTrainerEngine[NCCLTrainerInitInfo]
         rank = 1 + sum(self._ranks_of[other.name] for other in before)
         if not link.speaks_ours:
             return {"rank_offset": rank}
-        gpu = uuid_of(self.device) if self.device.type == "cuda" else None
+        gpu = gpu_of(self.device)
         ours = {"graded": self._grades, "digest": self.digest, "join_s": self._join_s + LATER_S}
         return {"rank_offset": rank, "sender_gpu": gpu} | ours
 

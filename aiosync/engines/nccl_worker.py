@@ -13,12 +13,12 @@ from aiosync.engines.nccl_common import (
     NCCLWeightTransferInitInfo,
     NCCLWeightTransferUpdateInfo,
     cuda_device_for,
+    gpu_of,
     nccl_plan,
 )
 from aiosync.engines.streamed_worker import StreamedWorkerEngine
 from aiosync.errors import AiosyncError, Validation
 from aiosync.metadata import from_wire, metadata_digest
-from transports.device_memory import uuid_of
 from transports.nccl_group import NcclGroup
 from transports.nccl_half import warm_up
 from transports.nccl_receiver import NcclReceiver
@@ -90,7 +90,7 @@ class NCCLWeightTransferEngine(StreamedWorkerEngine[NCCLWeightTransferInitInfo])
         seconds = init_info.join_s or DEFAULTS.admit_s - LATER_S
         try:
             await join(enter, abort, seconds, lane_factory=self._lane_factory, name=self.name)
-            gpu = uuid_of(self.device) if self.device.type == "cuda" else None
+            gpu = gpu_of(self.device)
             self._posts_ahead = gpu is None or gpu != init_info.sender_gpu
             self.receiver = NcclReceiver(
                 group,
