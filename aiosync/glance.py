@@ -16,9 +16,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import OrderedDict
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, groupby, repeat
 from operator import is_, itemgetter
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
 
 import torch
 from torch import nn
@@ -36,9 +36,8 @@ _PART = (64, 768)  # tensors, of which a single module may have tens of thousand
 _FIRST = 12  # steps; a tree's upper levels have one or two each, if they are no wider than that
 FRESH_S = 0.02  # what was seen before a longer pause is looked at again
 _DEEPEST = 900  # levels; a tree without an end has more
-_HELD: Callable[[Any], tuple[dict[str, Any], ...]]
-_HELD = itemgetter("_parameters", "_buffers", "_modules")
-_OF_MODULES = 2  # of these three
+_Take: TypeAlias = "Callable[[Any], Any]"
+_KINDS = ("_parameters", "_buffers", "_modules")  # the last one is what leads down
 _DICTS = frozenset({dict, OrderedDict})
 
 
@@ -147,8 +146,10 @@ class Glance:
                 self._note_classes(modules)
                 run = _Run(modules, len(names))
                 names += [prefixes[of] + key for of, key in run.tensors]
-                children = zip(run.children, run.pick_children(modules), strict=True)
-                below += [(f"{prefixes[of]}{key}.", each) for (of, key), each in children]
+                children: list[Any] = []
+                run.look(modules, children)
+                for (of, key), child in zip(run.children, children, strict=True):
+                    below.append((f"{prefixes[of]}{key}.", child))
                 runs.append(run)
             self._levels.append(runs)
             level = below
@@ -252,26 +253,18 @@ class _Run:
         parts: Of the tensors.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], before: int) -> None:
+    def __init__(self, modules: Sequence[Any], before: int) -> None:
         self.count = len(modules)
-        held = _held(modules)
-        self._shelves = [_Shelf(dicts) for dicts in held]
-        entries = [
-            (kind, at, key, value)
-            for kind, dicts in enumerate(held)
-            for at, content in enumerate(dicts)
-            for key, value in content.items()
-        ]
-        there = [place for place, entry in enumerate(entries) if entry[3] is not None]
-        own = [place for place in there if entries[place][0] != _OF_MODULES]
-        below = there[len(own) :]
-        vacant = sorted(set(range(len(entries))) - set(there))
-        self._own, self._below, self._vacant = map(_picker, (own, below, vacant))
-        self.tensors = [entries[place][1:3] for place in own]
-        self.children = [entries[place][1:3] for place in below]
-        values: list[torch.Tensor] = [entries[place][3] for place in own]
+        held = list(map(vars, modules))
+        *self._shelves, self._branches = (_Shelf(kind, held) for kind in _KINDS)
+        self.tensors = [entry for shelf in self._shelves for entry in shelf.entries]
+        self.children = self._branches.entries
+        values: list[Any] = []
+        for shelf in self._shelves:
+            shelf.put(held, values)
         firsts = {id(value): at for at, value in reversed(list(enumerate(values)))}
         again = sorted(set(range(len(values))) - set(firsts.values()))
+        self._has_ties = bool(again)
         self._again = _picker(again)
         self._as = _picker([firsts[id(values[at])] for at in again])
         self.parts = [
@@ -279,58 +272,67 @@ class _Run:
             for start, end in _graded(len(values), _PART, before)
         ]
 
-    def pick_children(self, modules: Sequence[nn.Module]) -> Sequence[Any]:
-        """The submodules."""
-        values: list[Any] = []
-        for dicts, shelf in zip(_held(modules), self._shelves, strict=True):
-            shelf.put(dicts, values)
-        return self._below(values)
-
-    def look(self, modules: list[Any], below: list[Any]) -> Sequence[torch.Tensor] | None:
+    def look(self, modules: Sequence[Any], below: list[Any]) -> Sequence[torch.Tensor] | None:
         """The tensors, if the modules hold what they held; adds the submodules to the list."""
-        values: list[Any] = []
-        for dicts, shelf in zip(_held(modules), self._shelves, strict=True):
-            if not shelf.put(dicts, values):
-                return None
-        found = self._own(values)
-        if not all(map(is_, self._again(found), self._as(found))):
+        held = list(map(vars, modules))
+        found: list[Any] = []
+        if not all(shelf.put(held, found) for shelf in self._shelves):
             return None
-        if any(value is not None for value in self._vacant(values)):
+        if not self._branches.put(held, below):
             return None
-        below += self._below(values)
+        if self._has_ties and not all(map(is_, self._again(found), self._as(found))):
+            return None
         return found
 
 
 @final
 class _Shelf:
-    """What the modules of a run hold of one kind: neighbours with the same names at once."""
+    """What the modules of a run hold of one kind: neighbours with the same names at once.
 
-    def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
+    As a rule no object is made for a module: there are tens of thousands of them.
+
+    Attributes:
+        entries: Which module has it, and under which key, in the order of `put`.
+    """
+
+    def __init__(self, kind: str, held: Sequence[Mapping[str, Any]]) -> None:
+        self._take = itemgetter(kind)
+        dicts: list[dict[str, Any]] = list(map(self._take, held))
         if not _DICTS.issuperset(map(type, dicts)):
             raise ValueError("to take something out of another kind of dict may do more than that")
         self._counts = list(map(len, dicts))
         self._is_empty = not any(self._counts)
-        self._stretches: list[tuple[slice, bool, Callable[[dict[str, Any]], Any]]] = []
+        self._stretches: list[tuple[slice, _Take | None, bool, list[_Take]]] = []
+        self.entries: list[tuple[int, str]] = []
         start = 0
-        for keys, alike in groupby(map(tuple, dicts)):
+        for (keys, vacant), alike in groupby(map(_keys_of, dicts)):
             end = start + len(list(alike))
-            if keys:
-                self._stretches.append((slice(start, end), len(keys) > 1, itemgetter(*keys)))
+            if keys or vacant:
+                take: _Take | None = itemgetter(*keys) if keys else None
+                vacancies: list[_Take] = list(map(itemgetter, vacant))
+                self._stretches.append((slice(start, end), take, len(keys) > 1, vacancies))
+            self.entries += [(at, key) for at in range(start, end) for key in keys]
             start = end
 
-    def put(self, dicts: Sequence[dict[str, Any]], values: list[Any]) -> bool:
+    def put(self, held: Sequence[Mapping[str, Any]], values: list[Any]) -> bool:
         """Add what they hold to the list, if each has as many entries as it had.
 
         Raises:
             KeyError: One of other names.
         """
         if self._is_empty:
-            return not any(dicts)
+            return not any(map(self._take, held))
+        dicts = list(map(self._take, held))
         if list(map(len, dicts)) != self._counts:
             return False
-        for stretch, are_several, take in self._stretches:
-            taken = map(take, dicts[stretch])
-            values += chain.from_iterable(taken) if are_several else taken
+        for stretch, take, are_several, vacancies in self._stretches:
+            some = dicts[stretch]
+            if take is not None:
+                taken = map(take, some)
+                values += chain.from_iterable(taken) if are_several else taken
+            for vacancy in vacancies:
+                if not all(map(is_, map(vacancy, some), repeat(None))):
+                    return False
         return True
 
 
@@ -362,10 +364,10 @@ class _Part:
         return self._guards is None or bool(self._guards.check(*self._fresh(found)))
 
 
-def _held(modules: Sequence[nn.Module]) -> tuple[tuple[dict[str, Any], ...], ...]:
-    """The dicts of parameters of all of them, of buffers, and of submodules."""
-    # Torch has no quick public form.
-    return tuple(zip(*map(_HELD, map(vars, modules)), strict=True))
+def _keys_of(held: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those that something is there for, and those that stand for nothing."""
+    there = tuple(key for key, value in held.items() if value is not None)
+    return there, tuple(key for key, value in held.items() if value is None)
 
 
 def _graded(count: int, sizes: tuple[int, int], before: int = 0) -> Iterator[tuple[int, int]]:
