@@ -37,7 +37,8 @@ _FIRST = 12  # steps; a tree's upper levels have one or two each, if they are no
 FRESH_S = 0.02  # what was seen before a longer pause is looked at again
 _DEEPEST = 900  # levels; a tree without an end has more
 _Take: TypeAlias = "Callable[[Any], Any]"
-_KINDS = ("_parameters", "_buffers", "_modules")  # the last one is what leads down
+_HELD: Callable[[Any], tuple[dict[str, Any], ...]]
+_HELD = itemgetter("_parameters", "_buffers", "_modules")
 _DICTS = frozenset({dict, OrderedDict})
 
 
@@ -248,20 +249,19 @@ class _Run:
 
     Attributes:
         count: Of modules.
-        tensors: Which of them has it, and under which key.
-        children: Which of them has it, and under which key.
+        tensors, children: Which of them has it, and under which key.
         parts: Of the tensors.
     """
 
     def __init__(self, modules: Sequence[Any], before: int) -> None:
         self.count = len(modules)
-        held = list(map(vars, modules))
-        *self._shelves, self._branches = (_Shelf(kind, held) for kind in _KINDS)
-        self.tensors = [entry for shelf in self._shelves for entry in shelf.entries]
-        self.children = self._branches.entries
+        held = _held(modules)
+        *own, branches = self._shelves = [_Shelf(dicts) for dicts in held]
+        self.tensors = [entry for shelf in own for entry in shelf.entries]
+        self.children = branches.entries
         values: list[Any] = []
-        for shelf in self._shelves:
-            shelf.put(held, values)
+        for shelf, dicts in zip(own, held, strict=False):
+            shelf.put(dicts, values)
         firsts = {id(value): at for at, value in reversed(list(enumerate(values)))}
         again = sorted(set(range(len(values))) - set(firsts.values()))
         self._has_ties = bool(again)
@@ -274,12 +274,11 @@ class _Run:
 
     def look(self, modules: Sequence[Any], below: list[Any]) -> Sequence[torch.Tensor] | None:
         """The tensors, if the modules hold what they held; adds the submodules to the list."""
-        held = list(map(vars, modules))
         found: list[Any] = []
-        if not all(shelf.put(held, found) for shelf in self._shelves):
-            return None
-        if not self._branches.put(held, below):
-            return None
+        into = (found, found, below)
+        for shelf, dicts, values in zip(self._shelves, _held(modules), into, strict=True):
+            if not shelf.put(dicts, values):
+                return None
         if self._has_ties and not all(map(is_, self._again(found), self._as(found))):
             return None
         return found
@@ -289,15 +288,11 @@ class _Run:
 class _Shelf:
     """What the modules of a run hold of one kind: neighbours with the same names at once.
 
-    As a rule no object is made for a module: there are tens of thousands of them.
-
     Attributes:
         entries: Which module has it, and under which key, in the order of `put`.
     """
 
-    def __init__(self, kind: str, held: Sequence[Mapping[str, Any]]) -> None:
-        self._take = itemgetter(kind)
-        dicts: list[dict[str, Any]] = list(map(self._take, held))
+    def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
         if not _DICTS.issuperset(map(type, dicts)):
             raise ValueError("to take something out of another kind of dict may do more than that")
         self._counts = list(map(len, dicts))
@@ -314,15 +309,14 @@ class _Shelf:
             self.entries += [(at, key) for at in range(start, end) for key in keys]
             start = end
 
-    def put(self, held: Sequence[Mapping[str, Any]], values: list[Any]) -> bool:
+    def put(self, dicts: Sequence[dict[str, Any]], values: list[Any]) -> bool:
         """Add what they hold to the list, if each has as many entries as it had.
 
         Raises:
             KeyError: One of other names.
         """
         if self._is_empty:
-            return not any(map(self._take, held))
-        dicts = list(map(self._take, held))
+            return not any(dicts)
         if list(map(len, dicts)) != self._counts:
             return False
         for stretch, take, are_several, vacancies in self._stretches:
@@ -364,8 +358,14 @@ class _Part:
         return self._guards is None or bool(self._guards.check(*self._fresh(found)))
 
 
+def _held(modules: Sequence[Any]) -> tuple[tuple[dict[str, Any], ...], ...]:
+    """The dicts of parameters of all of them, of buffers, and of submodules."""
+    # Torch has no quick public form.
+    return tuple(zip(*map(_HELD, map(vars, modules)), strict=True))
+
+
 def _keys_of(held: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those that something is there for, and those that stand for nothing."""
+    """Those of something, and those of None."""
     there = tuple(key for key, value in held.items() if value is not None)
     return there, tuple(key for key, value in held.items() if value is None)
 
