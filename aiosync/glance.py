@@ -148,7 +148,7 @@ class Glance:
                 run = _Run(modules, len(names))
                 names += [prefixes[of] + key for of, key in run.tensors]
                 children: list[Any] = []
-                run.look(modules, children)
+                run.look(modules, children)  # too few of them are an error below
                 for (of, key), child in zip(run.children, children, strict=True):
                     below.append((f"{prefixes[of]}{key}.", child))
                 runs.append(run)
@@ -260,7 +260,7 @@ class _Run:
         self.tensors = [entry for shelf in own for entry in shelf.entries]
         self.children = branches.entries
         values: list[Any] = []
-        for shelf, dicts in zip(own, held, strict=False):
+        for shelf, dicts in zip(own, held[:-1], strict=True):
             shelf.put(dicts, values)
         firsts = {id(value): at for at, value in reversed(list(enumerate(values)))}
         again = sorted(set(range(len(values))) - set(firsts.values()))
@@ -310,7 +310,7 @@ class _Shelf:
             start = end
 
     def put(self, dicts: Sequence[dict[str, Any]], values: list[Any]) -> bool:
-        """Add what they hold to the list, if each has as many entries as it had.
+        """Add what they hold but None; False: other counts, or something in the place of None.
 
         Raises:
             KeyError: One of other names.
