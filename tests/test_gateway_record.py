@@ -280,7 +280,7 @@ async def test_a_gateway_killed_between_two_commits_is_followed_by_one_that_know
 
 async def test_a_forked_child_does_not_keep_the_file(tmp_path, blocking_detector):
     blocking_detector.deactivate()
-    path, (reading, writing) = tmp_path / "rounds", os.pipe()
+    path, (reading, writing), (begun, begins) = tmp_path / "rounds", os.pipe(), os.pipe()
     async with opened(path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # threads, and a fork
@@ -288,13 +288,16 @@ async def test_a_forked_child_does_not_keep_the_file(tmp_path, blocking_detector
         if child == 0:
             try:
                 os.close(writing)
+                os.write(begins, b"!")  # what it lets go of is let go of before `fork` returns
                 os.read(reading, 1)
             finally:
                 os._exit(0)
+        os.close(begins)
+        await asyncio.to_thread(os.read, begun, 1)
     try:
         async with opened(path):
             pass
     finally:
-        os.close(writing)
-        os.close(reading)
+        for end in (writing, reading, begun):
+            os.close(end)
         await asyncio.to_thread(os.waitpid, child, 0)
