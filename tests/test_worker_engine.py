@@ -897,8 +897,8 @@ async def test_a_finish_waits_for_requests_as_long_as_its_call_may_take():
         await engine.start_weight_update(header=this)
         await engine.update_weights({"value": 1.0}, header=this)
         async with engine.generation.request(id="chat-7"):
-            late = msgspec.structs.replace(this, deadline_s=0.01)
-            with pytest.raises(PhaseTimeout, match=r"after 0\.01 s: chat-7") as caught:
+            late = msgspec.structs.replace(this, deadline_s=0.2)
+            with pytest.raises(PhaseTimeout, match=r"after 0\.\d+ s: chat-7") as caught:
                 await engine.finish_weight_update(header=late)
             assert (caught.value.phase, "checkpoint()" in caught.value.next_step) == (
                 "finish",
