@@ -414,7 +414,6 @@ def test_a_table_that_cannot_be_right_is_refused(greeting, messages, text):
         ).__next__,
         is_own=True,
     )
-    mappings.reach(2)
     assert mappings.addresses == [0x10000, 0x10040]
     assert mappings.count() == 1
 
@@ -442,77 +441,10 @@ def test_an_allocation_that_is_shorter_than_announced_is_closed_again():
     memory = Opening(held=100)
     memory._add(0x5000, 100)
     mappings = DeviceMappings(memory)
-    mappings.take(welcome(), PLAN, iter([ONE, FIRST]).__next__, is_own=False)
-    for _ in range(2):  # the second time as well
-        with pytest.raises(Validation, match="has 100 bytes, not 4096"):
-            mappings.reach(1)
-        assert memory.opened == []
-        assert mappings.count() == 0
-    mappings.clear()
+    with pytest.raises(Validation, match="has 100 bytes, not 4096"):
+        mappings.take(welcome(), PLAN, iter([ONE]).__next__, is_own=False)
     assert memory.opened == []
-
-
-FIRST = Handles(handles=((0, 1, 0),))
-THREE = plan_chunks([64, 64, 64], [4, 4, 4], limit=4096, rule=ALIGNED)
-
-
-class Several(FakeMemory):
-    """Opens a handle of `n` at ``n * 0x1000``."""
-
-    def __init__(self):
-        super().__init__()
-        self.opened = []
-        self.closed = []
-
-    def open(self, handle, uuid):
-        self.opened.append(handle[0])
-        self._add(handle[0] * 0x1000, 4096)
-        return handle[0] * 0x1000
-
-    def close(self, address):
-        self.closed.append(address // 0x1000)
-
-
-def test_an_allocation_is_opened_when_its_first_tensor_is_due():
-    memory = Several()
-    mappings = DeviceMappings(memory)
-    there = wire.Allocations(new=tuple(info(n, handle=bytes([n]) * 64) for n in (1, 2, 3)))
-    where = Handles(handles=((2, 2, 0), (0, 1, 64), (1, 1, 128)))
-    greeting = welcome(allocations=3, places=3, ring=3)
-    mappings.take(greeting, THREE, iter([there, where]).__next__, is_own=False)
-    assert mappings.resident == [0, 1, 2]
-    assert mappings.known == 3
-    assert (memory.opened, mappings.count()) == ([], 0)
-    mappings.reach(0)
-    assert memory.opened == []
-    mappings.reach(1)
-    assert (memory.opened, mappings.addresses) == ([1], [0x1040, -1, -1])
-    mappings.take(welcome(places=None), THREE, iter(()).__next__, is_own=False)  # a later round
-    mappings.reach(3)
-    assert (memory.opened, mappings.addresses) == ([1, 2], [0x1040, 0x1080, 0x2000])
-    assert mappings.count() == 2
-    assert mappings.in_ring(64, 64) == 0x3040
-    assert memory.opened == [1, 2, 3]
-    mappings.clear()
-    assert memory.closed == [1, 2, 3]
-
-
-def test_what_was_not_opened_is_not_closed():
-    memory = Several()
-    mappings = DeviceMappings(memory)
-    there = wire.Allocations(new=tuple(info(n, handle=bytes([n]) * 64) for n in (1, 2)))
-    where = Handles(handles=((0, 1, 0), (1, 2, 0)))
-    mappings.take(
-        welcome(allocations=2, places=2), PLAN, iter([there, where]).__next__, is_own=False
-    )
-    mappings.reach(1)
-    only = wire.Allocations(kept=(1,))
-    mappings.take(
-        welcome(table="u"), PLAN, iter([only, FIRST]).__next__, is_own=False
-    )  # the second one is gone
-    mappings.reach(2)
-    assert mappings.addresses == [0x1000, -1]
-    assert (memory.opened, memory.closed) == ([1], [])
+    assert mappings.count() == 0
 
 
 @pytest.mark.parametrize(

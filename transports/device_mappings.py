@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from statemachines.errors import Validation
 from transports import device_messages as wire
@@ -22,42 +22,10 @@ if TYPE_CHECKING:
     from transports.planning import Plan
 
 
-@final
-class _Mapping:
-    """One allocation, which is opened when it is needed: that takes a tenth of a millisecond.
-
-    Attributes:
-        address: Here; 0 until it is opened.
-        is_own: Of this very process: there is nothing to open or to close.
-    """
-
-    __slots__ = ("address", "info", "is_own", "nbytes")
-
-    def __init__(self, info: wire.AllocationInfo, *, is_own: bool) -> None:
-        self.info, self.is_own, self.nbytes = info, is_own, info.nbytes
-        self.address = info.address if is_own else 0
-
-    def open(self, memory: DeviceMemory) -> int:
-        """Its address; maps it the first time."""
-        if self.address:
-            return self.address
-        address = memory.open(self.info.handle, self.info.uuid)
-        try:
-            held = memory.allocation(address).nbytes
-            if held < self.nbytes:
-                raise Validation(
-                    f"allocation {self.info.number} has {held} bytes, not {self.nbytes} as "
-                    "announced"
-                )
-        except BaseException:
-            memory.close(address)
-            raise
-        self.address = address
-        return address
-
-    def close(self, memory: DeviceMemory) -> None:
-        if self.address and not self.is_own:
-            memory.close(self.address)
+class _Mapping(NamedTuple):
+    address: int
+    nbytes: int
+    is_own: bool  # of this very process: there is nothing to unmap
 
 
 @final
@@ -66,8 +34,7 @@ class DeviceMappings:
 
     Attributes:
         table: Its name; empty: there is none.
-        addresses: Here, of every tensor of the plan that was reached; -1 for those that come
-            through buffers.
+        addresses: Here, of every tensor of the plan; -1 for those that come through buffers.
         resident: Tensors that are read in place.
     """
 
@@ -79,13 +46,10 @@ class DeviceMappings:
         self._plan = ""
         self._mappings: dict[int, _Mapping] = {}
         self._ring = 0
-        self._wheres: list[_Mapping | None] = []
-        self._offsets: list[int] = []
-        self._reached = 0
 
     @property
     def known(self) -> int:
-        """The highest number among the allocations that were sent."""
+        """The highest number among the mapped allocations."""
         return max(self._mappings, default=0)
 
     def take(
@@ -126,14 +90,14 @@ class DeviceMappings:
             for info in message.new:
                 if info.number in kept or info.number in self._mappings:
                     raise Validation(f"allocation {info.number} is named twice")
-                self._mappings[info.number] = _Mapping(self._checked(info), is_own=is_own)
+                self._mappings[info.number] = self._open(info, is_own=is_own)
                 kept.add(info.number)
         if len(kept) > count:
             raise Validation(f"{len(kept)} allocations came, {count} were announced")
         for number in self._mappings.keys() - kept:
             self._close(number)
 
-    def _checked(self, info: wire.AllocationInfo) -> wire.AllocationInfo:
+    def _open(self, info: wire.AllocationInfo, *, is_own: bool) -> _Mapping:
         memory = self._memory
         if info.uuid not in memory.visible:
             raise Validation(
@@ -144,11 +108,22 @@ class DeviceMappings:
             )
         if not info.nbytes:
             raise Validation(f"allocation {info.number} is said to have no bytes")
-        return info
+        if is_own:
+            return _Mapping(info.address, info.nbytes, is_own=True)
+        address = memory.open(info.handle, info.uuid)
+        try:
+            held = memory.allocation(address).nbytes
+            if held < info.nbytes:
+                raise Validation(
+                    f"allocation {info.number} has {held} bytes, not {info.nbytes} as announced"
+                )
+        except BaseException:
+            memory.close(address)
+            raise
+        return _Mapping(address, info.nbytes, is_own=False)
 
     def _place(self, count: int, plan: Plan, next_message: Callable[[], wire.ToReader]) -> None:
-        wheres: list[_Mapping | None] = [None] * len(plan.sizes)
-        offsets = [0] * len(plan.sizes)
+        addresses = [-1] * len(plan.sizes)
         came = 0
         while came < count:
             message = next_message()
@@ -156,7 +131,7 @@ class DeviceMappings:
                 raise Validation(f"expected handles, got {type(message).__name__}")
             for index, number, offset in message.handles:
                 mapping = self._mappings.get(number)
-                if index >= len(plan.sizes) or mapping is None or wheres[index] is not None:
+                if index >= len(addresses) or mapping is None or addresses[index] >= 0:
                     raise Validation(
                         f"handle of tensor {index} in allocation {number} is impossible"
                     )
@@ -166,28 +141,12 @@ class DeviceMappings:
                         f"{mapping.nbytes} bytes",
                         tensor=str(index),
                     )
-                wheres[index], offsets[index] = mapping, offset
+                addresses[index] = mapping.address + offset
             came += len(message.handles)
         if came > count:
             raise Validation(f"{came} handles came, {count} were announced")
-        self.addresses = [-1] * len(plan.sizes)
-        self.resident = [index for index, where in enumerate(wheres) if where is not None]
-        self._wheres, self._offsets, self._reached = wheres, offsets, 0
-
-    def reach(self, count: int) -> None:
-        """Map what the first `count` tensors of the plan need; then `addresses` has them.
-
-        The device copies those before them meanwhile.
-
-        Raises:
-            Validation: An allocation is smaller than announced.
-        """
-        while self._reached < count:
-            where = self._wheres[self._reached]
-            if where is not None:
-                address = where.open(self._memory) + self._offsets[self._reached]
-                self.addresses[self._reached] = address
-            self._reached += 1
+        self.addresses = addresses
+        self.resident = [index for index, address in enumerate(addresses) if address >= 0]
 
     def in_ring(self, offset: int, nbytes: int) -> int:
         """Where a chunk lies in the buffers, here.
@@ -198,22 +157,23 @@ class DeviceMappings:
         ring = self._mappings.get(self._ring)
         if ring is None or offset + nbytes > ring.nbytes:
             raise Validation(f"a chunk of {nbytes} bytes is said to be at byte {offset} of buffers")
-        return ring.open(self._memory) + offset
+        return ring.address + offset
 
     def count(self) -> int:
         """Mapped allocations."""
-        return sum(mapping.address != 0 for mapping in self._mappings.values())
+        return len(self._mappings)
 
     def clear(self) -> None:
         """Unmap everything."""
         self.table, self._plan = "", ""
         self.addresses, self.resident = [], []
-        self._wheres, self._offsets = [], []
         for number in list(self._mappings):
             self._close(number)
 
     def _close(self, number: int) -> None:
-        self._mappings.pop(number).close(self._memory)
+        mapping = self._mappings.pop(number)
+        if not mapping.is_own:
+            self._memory.close(mapping.address)
 
 
 @final

@@ -175,7 +175,6 @@ class DeviceReceiver(OneLink):
             nonlocal confirmed
             while confirmed < count:
                 confirmed = self._await_more(link, confirmed, len(plan.sizes), stall)
-            self._mappings.reach(count)
 
         values = self._copier.take_resident(
             layout, addresses, destination, landed, verifies=verifies, await_ready=await_ready
