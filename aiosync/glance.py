@@ -264,7 +264,6 @@ class _Run:
             shelf.put(dicts, values)
         firsts = {id(value): at for at, value in reversed(list(enumerate(values)))}
         again = sorted(set(range(len(values))) - set(firsts.values()))
-        self._has_ties = bool(again)
         self._again = _picker(again)
         self._as = _picker([firsts[id(values[at])] for at in again])
         self.parts = [
@@ -279,14 +278,15 @@ class _Run:
         for shelf, dicts, values in zip(self._shelves, _held(modules), into, strict=True):
             if not shelf.put(dicts, values):
                 return None
-        if self._has_ties and not all(map(is_, self._again(found), self._as(found))):
+        if not all(map(is_, self._again(found), self._as(found))):
             return None
         return found
 
 
 @final
 class _Shelf:
-    """What the modules of a run hold of one kind: neighbours with the same names at once.
+    """What the modules of a run hold of one kind: neighbours with the same names at once, if the
+    same of these stand for None.
 
     Attributes:
         entries: Which module has it, and under which key, in the order of `put`.
