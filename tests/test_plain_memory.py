@@ -12,8 +12,6 @@ from transports.copy_batches import (
     BLOCK_NBYTES,
     SameBatches,
     batches_of,
-    move,
-    moved_blocks,
     spans,
 )
 from transports.copy_team import LEAST_NBYTES, copy_together
@@ -52,9 +50,9 @@ def test_everything_arrives_and_nothing_else_is_touched(sizes, apart, together):
     batches = batches_of(addresses(targets), addresses(sources), sizes)
     if together:
         for batch in batches:
-            move(batch)
+            batch.move()
     else:
-        written = list(moved_blocks(batches))
+        written = [one for batch in batches for one in batch.move_each()]
         assert sum(size for _, _, size in written) == sum(sizes)
         assert max(size for _, _, size in written) <= BLOCK_NBYTES
     assert sum(batch.nbytes for batch in batches) == sum(sizes)

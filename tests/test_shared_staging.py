@@ -301,7 +301,7 @@ async def test_the_copy_before_is_given_back_before_the_next_is_made(fresh, free
         return create(cls, nbytes, **options)
 
     async with shared(*parts) as (engines, _, url):
-        async with aiosync.connect(trained(1.0), workers=[url]) as sync:
+        async with aiosync.connect(trained(1.0), workers=[url], direct=False) as sync:
             await sync.send_weights(version=1, budget=BUDGET)
             segment = engines[0].sink._shared._memory.segment
             before = {str(os.fstat(segment.fileno()).st_ino)}

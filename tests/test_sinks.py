@@ -15,7 +15,6 @@ from aiosync.errors import Busy, Coverage, InvalidTransition, Refused, Torn, Val
 from aiosync.metadata import ParamMeta
 from aiosync.sinks import InPlaceSink, LayerwiseSink, StagedSink, make_sink
 from aiosync.sources import ModuleSource
-from transports.copy_batches import move
 
 MODES = ["staged", "in_place", "layerwise"]
 F32 = torch.float32
@@ -515,7 +514,7 @@ def test_staged_marks_the_weights_torn_while_it_copies(monkeypatch):
 
     def copy(batches):
         seen.append(sink.weights)
-        move(batches[0])
+        batches[0].move()
         raise RuntimeError("device lost")
 
     monkeypatch.setattr("aiosync.same_copies.copy_together", copy)

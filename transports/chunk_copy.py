@@ -6,23 +6,27 @@ the same: with tens of thousands of tensors an object for each would cost more t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import torch
 
-from transports.copy_batches import SameBatches, move, moved_blocks
+from transports.copy_batches import SameBatches
 from transports.copy_team import copy_together
+from transports.foreign_memory import ForeignBatch, ForeignMemory, OwnMemory
 from transports.piece_digest import PieceDigest
 from transports.plain_memory import bytes_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from transports.copy_batches import Batch, Copies
     from transports.planning import Chunk, Plan
     from transports.segments import Segment
     from transports.stream import Progress
     from transports.waker import Waker
 
+Process: TypeAlias = "OwnMemory | ForeignMemory"
+Home: TypeAlias = "Segment | Process"
 _CHECK_NBYTES = 8 << 20  # abort is looked at that often
 
 
@@ -37,6 +41,7 @@ class PlacedChunk:
         first_start: Where in its tensor the first piece begins; all others are the beginning.
         last_ends: Whether the last piece ends its tensor; all others do.
         resident: Which pieces are where their tensor lives for good; None for none at all.
+        memory: Of the trainer's process, where they are in that; all of them, or none.
         complete: Tensors whose last byte is in this chunk.
         copied: Some of its bytes travel through a buffer.
         addresses: Where the pieces are in this process; after `settle`.
@@ -45,11 +50,12 @@ class PlacedChunk:
 
     __slots__ = (
         "_batches", "_homes", "_offsets", "_segment", "addresses", "base", "complete", "copied",
-        "first_start", "index", "last_ends", "nbytes", "resident", "room", "tensors", "wholes",
+        "first_start", "index", "last_ends", "memory", "nbytes", "resident", "room", "tensors",
+        "wholes",
     )  # fmt: skip
 
     def __init__(
-        self, chunk: Chunk, sizes: Sequence[int], resident: Mapping[int, tuple[Segment, int]]
+        self, chunk: Chunk, sizes: Sequence[int], resident: Mapping[int, tuple[Home, int]]
     ) -> None:
         self.index, self.room, pieces = chunk
         self.tensors = [piece.tensor for piece in pieces]
@@ -62,6 +68,9 @@ class PlacedChunk:
         self._offsets = [piece.offset for piece in pieces]
         self._homes = [resident.get(t) for t in self.tensors] if resident else []
         self.resident: list[bool] | None = None
+        self.memory = _memory_of(self._homes)
+        if self.memory is not None and None in self._homes:
+            self._homes, self.memory = [], None  # the whole chunk goes through a buffer
         if any(self._homes):
             self.resident = [home is not None for home in self._homes]
         there = self.resident or [False] * len(pieces)
@@ -93,18 +102,38 @@ class PlacedChunk:
 
     def batches(self, at: int) -> SameBatches:
         """What made the copies from piece `at` on ready, in the last round."""
-        return self._batches.setdefault(at, SameBatches())
+        found = self._batches.get(at)
+        if found is None:
+            found = self._batches[at] = SameBatches(self._ready)
+        return found
+
+    def _ready(self, batch: Batch) -> Copies:
+        """How to copy out of this chunk, or into it."""
+        if isinstance(self.memory, ForeignMemory):
+            return ForeignBatch(batch, self.memory)
+        return batch
 
     def view_like(self, at: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes of piece `at`: as `tensor` is typed, where they are all of it."""
-        raw = bytes_at(self.addresses[at], self.nbytes[at])
+        """The bytes of piece `at`: as `tensor` is typed, where they are all of it.
+
+        A copy of them where they are another process's.
+        """
+        read = self.memory.bytes_at if isinstance(self.memory, ForeignMemory) else bytes_at
+        raw = read(self.addresses[at], self.nbytes[at])
         whole = self.nbytes[at] == self.wholes[at]
         return raw.view(tensor.dtype).view(tensor.shape) if whole else raw
 
 
-def place_chunks(plan: Plan, resident: Mapping[int, tuple[Segment, int]]) -> list[PlacedChunk]:
+def place_chunks(plan: Plan, resident: Mapping[int, tuple[Home, int]]) -> list[PlacedChunk]:
     """All chunks of a plan, without places yet."""
     return [PlacedChunk(chunk, plan.sizes, resident) for chunk in plan.chunks]
+
+
+def _memory_of(homes: Sequence[tuple[Home, int] | None]) -> Process | None:
+    for home in homes:
+        if home is not None and isinstance(home[0], OwnMemory | ForeignMemory):
+            return home[0]
+    return None
 
 
 @final
@@ -147,13 +176,14 @@ class CopyQueue:
             copy_together(ready, note=self._count)
         elif digest is None or digest.by_piece:
             for batch in ready:
-                move(batch)
+                batch.move()
                 self._count(batch.nbytes)
             self.hash(targets, nbytes)
         else:
-            for address, _, size in moved_blocks(ready):
-                digest.update_at(address, size)
-                self._count(size)
+            for batch in ready:
+                for address, _, size in batch.move_each():
+                    digest.update_at(address, size)
+                    self._count(size)
 
     def _count(self, nbytes: int) -> None:
         self.copied += nbytes

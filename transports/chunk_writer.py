@@ -118,8 +118,8 @@ class ChunkWriter:
 
     def _check_resident(self, chunk: PlacedChunk, at: int, tensor: torch.Tensor) -> None:
         index = chunk.tensors[at]
-        segment, offset = self._memory.resident[index]
-        if segment.locate(tensor) != offset and tensor.nbytes:
+        home, offset = self._memory.resident[index]
+        if home.locate(tensor) != offset and tensor.nbytes:
             raise Validation(
                 f"tensor {index} is not where the readers look for it: it was moved or replaced "
                 "since set_resident",

@@ -9,14 +9,27 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 BLOCK_NBYTES = 512 << 10
 """Copied at once: source and target fit into a core's own cache, for what reads them next."""
 _BATCH_NBYTES = 4 << 20
+
+
+class Copies(Protocol):
+    """Some that are made together: a `Batch`, or one whose sources are another process's."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def move(self) -> None:
+        """Make them all."""
+
+    def move_each(self) -> Iterator[tuple[int, int, int]]:
+        """Make them one by one; yields each (to, from, how much)."""
 
 
 class Batch(NamedTuple):
@@ -26,6 +39,17 @@ class Batch(NamedTuple):
     sources: list[int]
     sizes: list[int]
     nbytes: int
+
+    def move(self) -> None:
+        """Make the copies, without the GIL in each."""
+        deque(map(ctypes.memmove, self.targets, self.sources, self.sizes), maxlen=0)
+
+    def move_each(self) -> Iterator[tuple[int, int, int]]:
+        """Make them one by one; yields each (to, from, how much)."""
+        copy = ctypes.memmove
+        for target, source, size in zip(self.targets, self.sources, self.sizes, strict=True):
+            copy(target, source, size)
+            yield target, source, size
 
 
 def spans(
@@ -70,33 +94,26 @@ def batches_of(
 
 @final
 class SameBatches:
-    """`batches_of`, which has next to nothing to do for the lists of the last call."""
+    """`batches_of`, which has next to nothing to do for the lists of the last call.
 
-    __slots__ = ("_key", "_made")
+    Args:
+        ready: What is made of each batch once; None: it is as it is.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_key", "_made", "_ready")
+
+    def __init__(self, ready: Callable[[Batch], Copies] | None = None) -> None:
         self._key: tuple[Sequence[int], Sequence[int], Sequence[int]] | None = None
-        self._made: list[Batch] = []
+        self._made: Sequence[Copies] = []
+        self._ready = ready
 
     def __call__(
         self, targets: Sequence[int], sources: Sequence[int], nbytes: Sequence[int]
-    ) -> list[Batch]:
+    ) -> Sequence[Copies]:
         """See `batches_of`; the lists are kept, and must not be changed afterwards."""
         key = (targets, sources, nbytes)
         if self._key != key:
-            self._made, self._key = batches_of(*key), key
+            made = batches_of(*key)
+            self._made = made if self._ready is None else list(map(self._ready, made))
+            self._key = key
         return self._made
-
-
-def move(batch: Batch) -> None:
-    """Make the copies of a batch, without the GIL in each."""
-    deque(map(ctypes.memmove, batch.targets, batch.sources, batch.sizes), maxlen=0)
-
-
-def moved_blocks(batches: Iterable[Batch]) -> Iterator[tuple[int, int, int]]:
-    """Make these copies one by one; yields each (to, from, how much)."""
-    copy = ctypes.memmove
-    for targets, sources, sizes, _ in batches:
-        for target, source, size in zip(targets, sources, sizes, strict=True):
-            copy(target, source, size)
-            yield target, source, size

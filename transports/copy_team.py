@@ -11,12 +11,10 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from transports.copy_batches import move
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from transports.copy_batches import Batch
+    from transports.copy_batches import Copies
 
 LEAST_NBYTES = 32 << 20
 """Less than this is not shared out."""
@@ -24,7 +22,7 @@ _MOST = 4  # more than that saturate no memory that fewer do not
 
 
 def copy_together(
-    batches: Sequence[Batch], *, note: Callable[[int], None] = lambda _: None
+    batches: Sequence[Copies], *, note: Callable[[int], None] = lambda _: None
 ) -> None:
     """Copy from addresses to addresses; the callers hold what lies there.
 
@@ -32,20 +30,28 @@ def copy_together(
         batches: Each is copied by whoever is free.
         note: Called on this thread with the bytes that it copied, batch by batch; may raise: then
             all of them stop before this does.
+
+    Raises:
+        Exception: Of a copy or of `note`; the others have stopped.
     """
     total = sum(batch.nbytes for batch in batches)
     helpers = min(_MOST, _cores()) - 1 if total >= LEAST_NBYTES else 0
     left = iter(batches)  # shared: each takes the next one
     stop = threading.Event()
+    failed: list[Exception] = []
 
     def help_out() -> None:
-        for batch in left:
-            if stop.is_set():
-                return
-            move(batch)
+        try:
+            for batch in left:
+                if stop.is_set():
+                    return
+                batch.move()
+        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+            failed.append(error)
+            stop.set()
 
     threads = [
-        threading.Thread(  # noqa: TID251 - joined below; a copy cannot block and raises nothing
+        threading.Thread(  # noqa: TID251 - joined below; a copy cannot block
             target=help_out, name="copy", daemon=True
         )
         for _ in range(helpers)
@@ -57,7 +63,9 @@ def copy_together(
             started.append(thread)
     try:
         for batch in left:
-            move(batch)
+            if stop.is_set():
+                break
+            batch.move()
             noted += batch.nbytes
             note(batch.nbytes)
     except BaseException:
@@ -66,6 +74,8 @@ def copy_together(
     finally:
         for thread in started:
             thread.join()
+    if failed:
+        raise failed[0]
     note(total - noted)
 
 

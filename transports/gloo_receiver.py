@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from statemachines.errors import AiosyncError, Validation
-from transports.copy_batches import moved_blocks
 from transports.errors import DigestMismatch
 from transports.gloo_half import AHEAD, Half
 from transports.packing import bytes_of
@@ -139,8 +138,9 @@ class GlooReceiver(Half):
             start, digest = frames.address(index), self._frame_digest
             sources = [start + part.start for part in parts]
             ready = self._batches_from(index, indices[0])(addresses, sources, nbytes)
-            for _, address, size in moved_blocks(ready):
-                digest.reach(start, address + size)
+            for batch in ready:
+                for _, address, size in batch.move_each():
+                    digest.reach(start, address + size)
             return
         for part, target in zip(parts, targets, strict=True):
             if target.nbytes != part.nbytes:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from statemachines.errors import AiosyncError, Validation
-from transports.copy_batches import moved_blocks
 from transports.gloo_half import AHEAD, Half
 from transports.packing import bytes_of, settled
 from transports.plain_memory import addresses_of
@@ -135,8 +134,9 @@ class GlooSender(Half):
         if sources is not None:
             targets = [start + p.start for p in parts]
             ready = self._batches_from(self._at, indices[0])(targets, sources, nbytes)
-            for address, _, size in moved_blocks(ready):
-                digest.reach(start, address + size)
+            for made in ready:
+                for address, _, size in made.move_each():
+                    digest.reach(start, address + size)
             return
         for place, index, tensor in zip(parts, indices, tensors, strict=True):
             self._check(index, tensor)

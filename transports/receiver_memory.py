@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Any, final
 
 from statemachines.errors import Validation
 from transports.chunk_copy import place_chunks
+from transports.foreign_memory import ForeignMemory
 from transports.segments import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transports import shm_messages as wire
-    from transports.chunk_copy import PlacedChunk
+    from transports.chunk_copy import Home, PlacedChunk
     from transports.planning import Plan
+
+_SENDER = "trainer"
 
 
 @final
@@ -28,10 +31,20 @@ class ReceiverMemory:
     def __init__(self) -> None:
         self.chunks: list[PlacedChunk] = []
         self.resident_name = ""
-        self._resident: dict[int, tuple[Segment, int]] = {}
+        self._resident: dict[int, tuple[Home, int]] = {}
+        self._process: ForeignMemory | None = None
         self._segments: dict[str, Segment] = {}
         self._order: list[Segment] = []
         self._prepared = ("", "")
+
+    def set_process(self, pid: int | None, peer: str) -> None:
+        """Say which process's memory the sender's is, if it can be read; not how long it is."""
+        if (None if self._process is None else self._process.pid) == pid:
+            return
+        if any(home is self._process for home, _ in self._resident.values()):
+            self.chunks, self._prepared = [], ("", "")
+            self._resident, self.resident_name = {}, ""
+        self._process = None if pid is None else ForeignMemory(pid, peer)
 
     def keys(self) -> tuple[str, ...]:
         """The segments that need not be sent."""
@@ -73,21 +86,24 @@ class ReceiverMemory:
         """
         if welcome.handles is not None:
             self._resident, self.resident_name = {}, ""
-            table: dict[int, tuple[Segment, int]] = {}
+            if welcome.direct and self._process is None:
+                raise Validation(f"the memory of {_SENDER} cannot be read", replica=_SENDER)
+            homes = [self._process] if welcome.direct and self._process else self._order
+            table: dict[int, tuple[Home, int]] = {}
             while len(table) < welcome.handles:
                 index, number, offset = next(handles)
-                if index >= len(plan.sizes) or number >= len(self._order) or index in table:
+                if index >= len(plan.sizes) or number >= len(homes) or index in table:
                     raise Validation(f"handle of tensor {index} in segment {number} is impossible")
-                segment = self._order[number]
-                segment.check(offset, plan.sizes[index])
-                table[index] = (segment, offset)
+                homes[number].check(offset, plan.sizes[index])
+                table[index] = (homes[number], offset)
             self._resident, self.resident_name = table, welcome.resident
         elif welcome.resident != self.resident_name:
             raise Validation(f"the trainer's table of handles is {welcome.resident!r}, not ours")
         wanted = (plan.digest, self.resident_name)
         if self._prepared != wanted:
-            for segment in {home.key: home for home, _ in self._resident.values()}.values():
-                segment.view(0, 0)  # raises where it was closed: it is not in use any more
+            for home in {id(home): home for home, _ in self._resident.values()}.values():
+                if isinstance(home, Segment):
+                    home.view(0, 0)  # raises where it was closed: it is not in use any more
             self.chunks = place_chunks(plan, self._resident)
             self._prepared = wanted
 
@@ -115,7 +131,7 @@ class ReceiverMemory:
     def release(self) -> None:
         """Unmap everything."""
         self.chunks, self._prepared = [], ("", "")
-        self._resident, self.resident_name = {}, ""
+        self._resident, self.resident_name, self._process = {}, "", None
         for segment in self._order:
             segment.close()
         self._segments, self._order = {}, []

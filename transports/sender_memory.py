@@ -15,7 +15,7 @@ from transports.segments import ALIGNMENT, Segment
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from transports.chunk_copy import PlacedChunk
+    from transports.chunk_copy import Home, PlacedChunk
     from transports.links import Link
     from transports.planning import Plan
 
@@ -28,26 +28,38 @@ class SenderMemory:
         chunks: The plan's, each with its place, after `prepare`.
         buffers: Ring slots; None when every chunk has a place of its own.
         segment: The ring or the flat buffer; None while nothing needs one.
-        resident: Tensors that readers find where they live.
+        resident: Tensors that readers find where they live: in segments, or all in this process.
     """
 
     def __init__(self, *, slot_nbytes: int, buffers: int | None) -> None:
         self.buffers = buffers
         self.chunks: list[PlacedChunk] = []
         self.segment: Segment | None = None
-        self.resident: dict[int, tuple[Segment, int]] = {}
+        self.resident: Mapping[int, tuple[Home, int]] = {}
         self._slot_nbytes = -(-slot_nbytes // ALIGNMENT) * ALIGNMENT
         self._resident_name = ""
         self._prepared = ("", "")
         self._bases: list[int] = []
         self._homes: dict[str, Segment] = {}  # of the resident tensors
 
-    def set_resident(self, mapping: Mapping[int, tuple[Segment, int]]) -> None:
-        table = dict(mapping)
-        if table != self.resident:
-            self.resident = table
-            self._homes = {segment.key: segment for segment, _ in table.values()}
+    def set_resident(self, table: Mapping[int, tuple[Home, int]]) -> None:
+        """What is `resident` from now on; the same table again, unchanged, costs nothing."""
+        if table is not self.resident and table != self.resident:
+            homes = [home for home, _ in table.values() if isinstance(home, Segment)]
+            self._homes = {segment.key: segment for segment in homes}
             self._resident_name = secrets.token_hex(8) if table else ""
+        self.resident = table
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that `prepare` has no place for.
+
+        Raises:
+            Validation: It has another rule, or larger chunks.
+        """
+        if plan.rule != ALIGNED:
+            raise Validation(f"shared memory needs a plan by rule {ALIGNED!r}, not {plan.rule!r}")
+        if self.buffers is not None and plan.limit > self._slot_nbytes:
+            raise Validation(f"chunks of {plan.limit} bytes, buffers of {self._slot_nbytes}")
 
     def prepare(self, plan: Plan, *, check: Callable[[], None]) -> None:
         """Have memory for the plan; what is there from the last round is kept.
@@ -60,10 +72,6 @@ class SenderMemory:
             Validation: The plan, or a resident tensor, does not fit.
             OutOfSharedMemory: There is no room.
         """
-        if plan.rule != ALIGNED:
-            raise Validation(f"shared memory needs a plan by rule {ALIGNED!r}, not {plan.rule!r}")
-        if self.buffers is not None and plan.limit > self._slot_nbytes:
-            raise Validation(f"chunks of {plan.limit} bytes, buffers of {self._slot_nbytes}")
         if len(self._segments()) > FDS_LIMIT:
             raise Validation(f"{len(self._segments())} segments; the limit is {FDS_LIMIT}")
         for segment in self._homes.values():
@@ -72,10 +80,10 @@ class SenderMemory:
         if self._prepared == wanted:
             return
         self._prepared = ("", "")
-        for index, (segment, offset) in self.resident.items():
+        for index, (home, offset) in self.resident.items():
             if not 0 <= index < len(plan.sizes):
                 raise Validation(f"resident tensor {index} is not in the plan", tensor=str(index))
-            segment.check(offset, plan.sizes[index])
+            home.check(offset, plan.sizes[index])
         self.chunks = place_chunks(plan, self.resident)
         self._reserve(self._lay_out(), check)
         for chunk, base in zip(self.chunks, self._bases, strict=True):
@@ -115,6 +123,7 @@ class SenderMemory:
         segments = self._segments()
         missing = [segment for segment in segments if segment.key not in hello.segments]
         known = hello.resident == self._resident_name
+        direct = bool(self.resident) and not self._homes
         infos = tuple(
             wire.SegmentInfo(key=s.key, nbytes=s.nbytes, attached=s in missing) for s in segments
         )
@@ -125,12 +134,13 @@ class SenderMemory:
             segments=infos,
             resident=self._resident_name,
             handles=None if known else len(self.resident),
+            direct=direct,
         )
         link.post(wire.encode(welcome), [segment.fileno() for segment in missing])
         if known:
             return
-        order = {segment.key: i for i, segment in enumerate(segments)}
-        table = [(i, order[s.key], offset) for i, (s, offset) in self.resident.items()]
+        order = {id(segment): i for i, segment in enumerate(segments)}
+        table = [(i, order.get(id(s), 0), offset) for i, (s, offset) in self.resident.items()]
         for start in range(0, len(table), wire.HANDLES_PER_FRAME):
             part = tuple(table[start : start + wire.HANDLES_PER_FRAME])
             link.post(wire.encode(wire.Handles(handles=part)))

@@ -27,7 +27,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """Reader's first word. `resident` is the table of handles that it has.
+    """Reader's first word. `resident` is the table of handles that it has, `reads` says that it can
+    copy from the sender's memory itself (`transports.foreign_memory`).
 
     A reader of device memory also says on which device (`device`), whose memory it can open
     (`visible`), and the highest number of the allocations that it has (`known`). One that reads
@@ -39,6 +40,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     reader: Label
     segments: Annotated[tuple[Label, ...], msgspec.Meta(max_length=256)] = ()
     resident: Label = ""
+    reads: bool = False
     device: Label = ""
     visible: Annotated[tuple[Label, ...], msgspec.Meta(max_length=256)] = ()
     known: Count = 0
@@ -60,7 +62,10 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The reader is in. `handles` counts those that follow; None: the table is as it was."""
+    """The reader is in. `handles` counts those that follow; None: the table is as it was.
+
+    `direct`: they are addresses in the sender's process.
+    """
 
     round: int
     plan: str
@@ -68,10 +73,14 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     segments: Annotated[tuple[SegmentInfo, ...], msgspec.Meta(max_length=64)]
     resident: Label
     handles: Count | None
+    direct: bool = False
 
 
 class Handles(Message, frozen=True, kw_only=True, tag="handles"):
-    """Tensors that stay where they are: index, segment (an index into the welcome's), offset."""
+    """Tensors that stay where they are: index, segment (an index into the welcome's), offset.
+
+    Or index, 0, address.
+    """
 
     handles: tuple[tuple[Count, Count, Count], ...]
 

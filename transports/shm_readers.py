@@ -35,6 +35,7 @@ class Reader:
     """One connected reader.
 
     Attributes:
+        hello: How it introduced itself.
         acked: Chunks it has acknowledged, counted from the first.
         heard: When it last said anything (`time.monotonic`).
         owes: Since when it owes us an answer; None when it does not.
@@ -42,11 +43,12 @@ class Reader:
         lag: Seconds that the others waited for it.
     """
 
-    __slots__ = ("acked", "complete", "heard", "lag", "link", "name", "owes")
+    __slots__ = ("acked", "complete", "heard", "hello", "lag", "link", "name", "owes")
 
-    def __init__(self, link: Link, name: str) -> None:
+    def __init__(self, link: Link, hello: wire.Hello) -> None:
         self.link = link
-        self.name = link.peer = name
+        self.hello = hello
+        self.name = link.peer = hello.reader
         self.acked = 0
         self.heard = time.monotonic()
         self.owes: float | None = None
@@ -76,12 +78,13 @@ class Readers:
         listener: Listener,
         count: int,
         judge: Callable[[wire.Hello], str | None],
-        greet: Callable[[Link, wire.Hello], None],
+        greet: Callable[[Link, wire.Hello], None] | None = None,
         meanwhile: Callable[[], bool] | None = None,
     ) -> None:
         """Take connections until `count` readers have introduced themselves properly.
 
         Args:
+            greet: Answers each at once; None: `greet_all` will.
             meanwhile: Does a little of what else is to be done; False: no more is.
 
         Raises:
@@ -144,7 +147,7 @@ class Readers:
         self,
         link: Link,
         judge: Callable[[wire.Hello], str | None],
-        greet: Callable[[Link, wire.Hello], None],
+        greet: Callable[[Link, wire.Hello], None] | None,
         *,
         full: bool,
     ) -> None:
@@ -174,10 +177,23 @@ class Readers:
             self._discard(link)
             return
         self._pending.remove(link)
-        reader = Reader(link, hello.reader)
+        reader = Reader(link, hello)
         self.readers.append(reader)
+        if greet is not None:
+            self._greet(reader, greet)
+
+    def greet_all(self, greet: Callable[[Link, wire.Hello], None]) -> None:
+        """Answer those that were admitted.
+
+        Raises:
+            PeerLost: One of them went away again.
+        """
+        for reader in tuple(self.readers):
+            self._greet(reader, greet)
+
+    def _greet(self, reader: Reader, greet: Callable[[Link, wire.Hello], None]) -> None:
         try:
-            greet(link, hello)
+            greet(reader.link, reader.hello)
         except PeerLost as error:
             self._lose(reader, error)
 

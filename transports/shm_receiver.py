@@ -12,6 +12,7 @@ from transports import shm_messages as wire
 from transports.chunk_copy import CopyQueue
 from transports.digest import available, chain
 from transports.errors import DigestMismatch, PeerLost, PhaseTimeout
+from transports.foreign_memory import readable
 from transports.links import FDS_LIMIT, Link
 from transports.one_link import OneLink
 from transports.packing import bytes_of
@@ -44,13 +45,20 @@ class ShmReceiver(OneLink):
         progress: Bytes so far, for other threads to read.
     """
 
-    def __init__(self, *, address: str, token: str, name: str) -> None:
-        """Nothing is connected before `receive`."""
+    def __init__(self, *, address: str, token: str, name: str, mark: int | None = None) -> None:
+        """Nothing is connected before `receive`.
+
+        Args:
+            address, token: The sender's.
+            name: What the sender calls this reader.
+            mark: Where in the sender's memory the token lies; None: that memory is not read.
+        """
         super().__init__()
         self.name = name
         self.progress = Progress()
         self._address = address
         self._token = token
+        self._mark = mark
         self._released = False
         self._memory = ReceiverMemory()
         self._rounds = 0
@@ -95,15 +103,20 @@ class ShmReceiver(OneLink):
             return summary
 
     def _enter(self, link: Link, plan: Plan, round: int, stall: float) -> str | None:
+        reads = self._mark is not None and readable(link.pid, self._mark, self._token.encode())
+        self._memory.set_process(link.pid if reads else None, _SENDER)
         hello = wire.Hello(
             token=self._token,
             round=round,
             reader=self.name,
             segments=self._memory.keys(),
             resident=self._memory.resident_name,
+            reads=reads,
         )
         link.send(wire.encode(hello), deadline=time.monotonic() + stall)
         message, fds = self._next(link, stall, max_fds=FDS_LIMIT)
+        while isinstance(message, wire.Alive) and not fds:  # others are waited for
+            message, fds = self._next(link, stall, max_fds=FDS_LIMIT)
         try:
             if isinstance(message, wire.Refusal):
                 raise Validation.remote(f"the trainer refuses: {message.reason}", replica=_SENDER)

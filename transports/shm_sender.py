@@ -12,6 +12,7 @@ from transports import shm_messages as wire
 from transports.chunk_copy import CopyQueue
 from transports.chunk_writer import ChunkWriter
 from transports.digest import available, chain
+from transports.foreign_memory import OwnMemory
 from transports.many_links import ManyLinks
 from transports.segments import ALIGNMENT
 from transports.sender_memory import SenderMemory
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from transports.chunk_copy import Home
     from transports.planning import Plan
     from transports.segments import Segment
     from transports.sharing import SharedStorage
@@ -77,6 +79,9 @@ class ShmSender(ManyLinks):
         self._memory = SenderMemory(slot_nbytes=buffer_nbytes, buffers=buffers if packed else None)
         self._kind = digest
         self._shared = tuple(shared)
+        self._resident: Mapping[int, tuple[Home, int]] = {}
+        self._own = OwnMemory(self.token.encode())
+        self._direct: tuple[Sequence[int], Mapping[int, tuple[Home, int]]] = ((), {})
         self._released = False
         self.address = self._listener.address
         self._rounds = 0
@@ -105,7 +110,26 @@ class ShmSender(ManyLinks):
         Args:
             mapping: Index in the plan to the segment and the offset where the tensor lies.
         """
-        self._memory.set_resident(mapping)
+        self._resident = dict(mapping)
+
+    @property
+    def mark(self) -> int:
+        """Where the token lies in this process, for a `ShmReceiver` that copies from its memory."""
+        return self._own.mark
+
+    def set_direct(self, addresses: Sequence[int]) -> None:
+        """Say where all tensors are in this process, from the next `open` on.
+
+        Readers copy from there, if all of them can and nothing is resident; they stay until the
+        round is over.
+
+        Args:
+            addresses: Of contiguous CPU tensors, one for each of the plan; empty: through buffers.
+                The same list again means the same addresses.
+        """
+        if self._direct[0] is not addresses and self._direct[0] != addresses:
+            home = self._own
+            self._direct = (addresses, {i: (home, at) for i, at in enumerate(addresses)})
 
     def open(self, plan: Plan, readers: int, *, round: int, stall: float) -> None:
         """See `transports.stream.Sender.open`.
@@ -122,14 +146,29 @@ class ShmSender(ManyLinks):
         _check_int("readers", readers, 1, 1 << 16)
         with self._turn.call("open", round, failed=self._failed):
             self._waker.check()
-            self._memory.prepare(plan, check=self._waker.check)
             self._round, self._nbytes = round, sum(plan.sizes)
-            self._readers = Readers(self._waker, stall=stall, roll=self.roll)
+            self._memory.check(plan)
+            depends = bool(self._direct[1]) and not self._resident
+            if not depends:
+                self._place(plan, self._resident)
+            self._readers = found = Readers(self._waker, stall=stall, roll=self.roll)
+            found.admit(self._listener, readers, self._judge)
+            if depends:
+                can_read = all(reader.hello.reads for reader in found.readers)
+                self._place(plan, self._direct[1] if can_read else {})
             queue = CopyQueue(self._waker, self.progress, digest=self._kind)
-            self._writer = ChunkWriter(self._memory, self._readers, queue)
-            greet = partial(self._memory.greet, plan=plan, digest=self._kind)
-            self._readers.admit(self._listener, readers, self._judge, greet)
+            self._writer = ChunkWriter(self._memory, found, queue)
+            found.greet_all(partial(self._memory.greet, plan=plan, digest=self._kind))
             self.progress.step(0)
+
+    def _place(self, plan: Plan, resident: Mapping[int, tuple[Home, int]]) -> None:
+        self._memory.set_resident(resident)
+        self._memory.prepare(plan, check=self._check)
+
+    def _check(self) -> None:
+        self._waker.check()
+        if self._readers is not None:
+            self._readers.keep_alive()
 
     def _judge(self, hello: wire.Hello) -> str | None:
         # The token first: a stranger learns nothing else.
@@ -190,7 +229,7 @@ class ShmSender(ManyLinks):
     def _dispose(self) -> None:
         self._released = True
         super()._dispose()
-        self._shared = ()
+        self._shared, self._resident, self._direct = (), {}, ((), {})
         self._memory.release()
 
     def statistics(self) -> dict[str, Any]:

@@ -8,7 +8,8 @@ For models on the CPU, and where the trainer sees no GPU, tensors travel through
 memory (`transports.shared_memory`): every chunk is written once and read by all workers.
 ``packed=True`` streams through a ring of buffers; ``packed=False`` gives every tensor its own place
 in one segment as large as the model. Tensors that live in memory made by `share_tensors` are read
-in place in both forms.
+in place in both forms. So are the parameters of a module wherever they live, if all workers may
+read the trainer's memory (`transports.foreign_memory`): one copy instead of two, and no buffers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from aiosync.config import TrainerInitInfo, WeightTransferInitInfo, check_count
 from aiosync.defaults import DEFAULTS
 from aiosync.engines.ipc_device import check_devices, open_memory, own_device, own_gpu
-from aiosync.engines.ipc_places import SharedPlaces, staying
+from aiosync.engines.ipc_places import DirectPlaces, SharedPlaces, staying
 from aiosync.engines.ipc_ranks import InStep
 from aiosync.engines.ipc_stock import StockSide, are_stock, connect
 from aiosync.engines.streamed import (
@@ -77,6 +78,8 @@ class IPCTrainerInitInfo(TrainerInitInfo):
         packed_buffer_size_bytes: Size of one buffer, at least 64.
         packed_num_buffers: Buffers in the ring; 2 overlap the two sides.
         shared: What `share_tensors` returned, for tensors the workers read in place.
+        direct: Let workers copy a module's parameters from this process's memory where the kernel
+            allows that; False: always through shared memory.
         device: Where the buffers for workers on GPUs are; None: the current CUDA device.
         lease_s: Silence of this trainer that a worker's open round survives; None: the default.
         lineage: Name of this training run; None: random.
@@ -87,6 +90,7 @@ class IPCTrainerInitInfo(TrainerInitInfo):
     packed_buffer_size_bytes: int = DEFAULTS.buffer_bytes
     packed_num_buffers: int = DEFAULTS.buffers
     shared: Sequence[SharedStorage] = field(default=(), kw_only=True)
+    direct: bool = field(default=True, kw_only=True)
     device: Any = field(default=None, kw_only=True)
     lease_s: float | None = field(default=None, kw_only=True)
     lineage: str | None = field(default=None, kw_only=True)
@@ -98,12 +102,14 @@ class IPCWeightTransferInitInfo(
     """Worker side: where the trainer's doorbell is, and what both sides must agree on.
 
     `form` says whose memory is mapped: ``"shm"`` shared memory, ``"cuda"`` the trainer's GPU's.
+    `mark` is where the token lies in the trainer's process, for workers that can read it there.
     """
 
     packed: bool = False
     form: Literal["shm", "cuda"] = "shm"
     address: str
     token: str
+    mark: int | None = None
     reader: str
     buffer_size_bytes: BufferSize
     digest: str | None = None
@@ -129,6 +135,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         packed_buffer_size_bytes: int = DEFAULTS.buffer_bytes,
         packed_num_buffers: int = DEFAULTS.buffers,
         shared: Sequence[SharedStorage] = (),
+        direct: bool = True,
         device: Any = None,
         **options: Any,
     ) -> None:
@@ -148,6 +155,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
             if not isinstance(storage, SharedStorage):
                 raise Validation(f"shared holds {storage!r}, which share_tensors did not return")
         self._places = SharedPlaces(self.shared)
+        self._direct_places = DirectPlaces() if direct else None
         self._device = device
         self._on_gpus = False
         self._stock = StockSide(packed=packed, limit=packed_buffer_size_bytes)
@@ -162,6 +170,7 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
             packed=True,
             packed_buffer_size_bytes=self.buffer_nbytes,
             device=self._device,
+            direct=self._direct_places is not None,
             lease_s=self.lease_s,
             lineage=self.lineage,
             name=f"{self.name}-catch-up",
@@ -233,7 +242,9 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
             return {}
         assert isinstance(sender, ShmSender | DeviceSender)
         form = "cuda" if isinstance(sender, DeviceSender) else "shm"
-        where = {"address": sender.address, "token": sender.token}
+        where: dict[str, Any] = {"address": sender.address, "token": sender.token}
+        if isinstance(sender, ShmSender) and self._direct_places is not None:
+            where["mark"] = sender.mark
         return {"packed": self.packed, "form": form, **where}
 
     def member_payload(self, link: MemberLink) -> dict[str, Any]:
@@ -254,6 +265,8 @@ class IPCTrainerWeightTransferEngine(StreamedTrainerEngine[IPCTrainerInitInfo]):
         assert isinstance(sender, ShmSender)
         feed.look_to_the_end()  # the workers look at their models now, and come afterwards
         sender.set_resident(self._places.of(feed))
+        if self._direct_places is not None:
+            sender.set_direct(self._direct_places.of(feed))
 
     async def transmit(self, round: Round) -> StreamSummary:
         sender = self.sender
@@ -351,7 +364,7 @@ class IPCWeightTransferEngine(StreamedWorkerEngine[IPCWeightTransferInitInfo]):
             )
         self._land("cpu" if init_info.form == "shm" else None)
         if init_info.form == "shm":
-            return ShmReceiver(address=where[0], token=where[1], name=where[2])
+            return ShmReceiver(address=where[0], token=where[1], name=where[2], mark=init_info.mark)
         memory = open_memory(self.device, self.name)
         return DeviceReceiver(
             memory,

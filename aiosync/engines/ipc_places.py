@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
+from aiosync.metadata import sizes_of
+from transports.plain_memory import addresses_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -44,6 +47,28 @@ class SharedPlaces:
                     places[index] = place
         self._known = (feed, addresses, places)
         return places
+
+
+@final
+class DirectPlaces:
+    """Addresses of a module's parameters, for workers that copy from this process's memory."""
+
+    def __init__(self) -> None:
+        self._known: tuple[SourceFeed, list[int]] | None = None
+
+    def of(self, feed: SourceFeed) -> list[int]:
+        """By their positions in the metadata; none at all, unless all are plain memory that stays.
+
+        The same list again while they are where they were.
+        """
+        if feed.plain is None:
+            return []
+        known = self._known
+        if known is not None and known[0] is feed and known[1] is feed.addresses:
+            return known[1]  # and of the same dtypes, on the same device
+        found = addresses_of(feed.plain, sizes_of(feed.metadata), feed.addresses) or []
+        self._known = (feed, found)
+        return found
 
 
 def staying(feed: SourceFeed) -> list[torch.Tensor | None]:
