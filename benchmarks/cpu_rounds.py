@@ -23,16 +23,18 @@ class Variant:
     """One line of output.
 
     Attributes:
-        target: The ratio that is wanted at least.
+        target: The ratio that is wanted at least; None: it is there to be compared with.
         share: The trainer's tensors are in shared memory.
+        direct: Workers may read the trainer's memory.
     """
 
     name: str
     layout: str
-    target: float
+    target: float | None
     sink: str = "in_place"
     verify: str = "counts"
     share: bool = False
+    direct: bool = True
 
 
 def pair_for(
@@ -47,6 +49,7 @@ def pair_for(
         sink=variant.sink,
         verify=variant.verify,
         share=variant.share,
+        direct=variant.direct,
         backend=backend,
     )
 
@@ -76,7 +79,7 @@ async def measure(
         variant=variant.name,
         payload=payload(pair.nbytes, tensors),
         unit="GB/s",
-        target=f"ratio >= {variant.target:g}",
+        target="none" if variant.target is None else f"ratio >= {variant.target:g}",
         nbytes=pair.nbytes,
         tensors=tensors,
         ours_update=median(updates),

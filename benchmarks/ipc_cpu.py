@@ -1,7 +1,7 @@
-"""Whole rounds over shared memory, beside the memcpys they are made of.
+"""Whole rounds between two processes' CPUs, beside memcpys.
 
 Raw is what two processes can do with the same bytes: one copies into a shared ring, the other out
-of it. With `share_tensors` the worker reads the trainer's own memory; raw is then its one copy.
+of it. With `share_tensors` the worker has the trainer's memory mapped; raw is then its one copy.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ VARIANTS = (
     Variant("in place, counts", "dense", 0.85),
     Variant("in place, counts", "many", 0.80),
     Variant("in place, counts, scattered", "scattered", 0.80),
+    Variant("in place, counts, through buffers", "dense", None, direct=False),
+    Variant("in place, counts, through buffers", "many", None, direct=False),
     Variant("staged, digest", "dense", 0.45, sink="staged", verify="digest"),
     Variant("staged, digest", "many", 0.40, sink="staged", verify="digest"),
     Variant("zero-copy source, in place, counts", "dense", 0.85, share=True),

@@ -75,6 +75,7 @@ async def setting(
     sink: str = "staged",
     verify: str = "digest",
     share: bool = False,
+    direct: bool = True,
     tcp: bool = False,
     backend: str = "ipc",
 ) -> AsyncIterator[Setting]:
@@ -97,6 +98,8 @@ async def setting(
     pids = (peer.pid, os.getpid())
     before = memory.resident(pids)
     more: dict[str, Any] = {} if storage is None else {"shared": (storage,)}
+    if not direct:
+        more["direct"] = False
     try:
         async with aiosync.connect(model, workers=[answer["url"]], **more) as sync:
             async with memory.watched(pids) as peak:

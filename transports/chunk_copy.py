@@ -153,37 +153,36 @@ class CopyQueue:
         self.digest = None if digest is None else PieceDigest(digest)
 
     def move(
-        self,
-        targets: Sequence[int],
-        sources: Sequence[int],
-        nbytes: Sequence[int],
-        *,
-        batches: SameBatches,
-        alone: bool = False,
+        self, batches: Sequence[Copies], targets: Sequence[int], nbytes: Sequence[int]
     ) -> None:
-        """Copy from addresses to addresses; the callers hold what lies there.
+        """Make copies that are ready, and hash what they wrote; the callers hold what lies there.
 
         Args:
-            targets, sources, nbytes: The copies.
-            batches: Has them ready, if they are the same ones as last time.
-            alone: The other side has nothing to copy meanwhile: its core may help.
+            batches: The copies.
+            targets, nbytes: All that they write, in order.
 
         Raises:
             TransportAborted: The waker was woken.
         """
-        digest, ready = self.digest, batches(targets, sources, nbytes)
-        if alone and digest is None:
-            copy_together(ready, note=self._count)
-        elif digest is None or digest.by_piece:
-            for batch in ready:
+        digest = self.digest
+        if digest is None or digest.by_piece:
+            for batch in batches:
                 batch.move()
                 self._count(batch.nbytes)
             self.hash(targets, nbytes)
         else:
-            for batch in ready:
+            for batch in batches:
                 for address, _, size in batch.move_each():
                     digest.update_at(address, size)
                     self._count(size)
+
+    def move_together(self, batches: Sequence[Copies]) -> None:
+        """`move` with the help of other cores, which the other side does not need meanwhile.
+
+        Raises:
+            TransportAborted: The waker was woken.
+        """
+        copy_together(batches, note=self._count)
 
     def _count(self, nbytes: int) -> None:
         self.copied += nbytes

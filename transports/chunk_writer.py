@@ -84,7 +84,7 @@ class ChunkWriter:
         sources[0] += chunk.start(at)
         targets, nbytes = chunk.addresses[at:end], chunk.nbytes[at:end]
         if chunk.resident is None:
-            self._queue.move(targets, sources, nbytes, batches=chunk.batches(at))
+            self._queue.move(chunk.batches(at)(targets, sources, nbytes), targets, nbytes)
             return True
         if not all(chunk.resident[at:end]) or sources != targets:
             return False  # some are copied, or the closer look says which one was moved

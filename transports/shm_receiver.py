@@ -21,16 +21,19 @@ from transports.planning import ALIGNED
 from transports.receiver_memory import ReceiverMemory
 from transports.shm_readers import check_stall
 from transports.stream import Progress, StreamSummary, known_of, targets_of
+from transports.waker import wait_ready
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
     from transports.chunk_copy import PlacedChunk
+    from transports.copy_batches import Copies
     from transports.planning import Plan
 
 _SENDER = "trainer"
+_TOGETHER = 8  # chunks that are copied at once
 T = TypeVar("T", bound=wire.Message)
 
 
@@ -151,21 +154,30 @@ class ShmReceiver(OneLink):
         queue = CopyQueue(self._waker, self.progress, digest=kind)
         digests: list[int] = []
         counted = 0
+        taken: list[tuple[PlacedChunk, wire.Ready]] = []
+        copies: list[Copies] = []  # out of memory that nobody has to write to again
+        last = len(self._memory.chunks) - 1
         for chunk in self._memory.chunks:
             ready = self._await(link, wire.Ready, stall)
             if ready.chunk != chunk.index:
                 raise Validation(f"chunk {ready.chunk} came where {chunk.index} was due")
             self._memory.place(chunk, ready)
-            self._take(queue, chunk, destination)
-            value = queue.end_chunk()
-            self._copied, counted = self._copied + queue.copied - counted, queue.copied
-            if value != ready.digest:
-                raise _mismatch(chunk, ready.digest, value)
-            if value is not None:
-                digests.append(value)
-            self._send(link, wire.Ack(chunk=chunk.index), stall)
-            if chunk.complete:
-                landed(chunk.complete.copy())
+            copies += self._take(queue, chunk, destination)
+            taken.append((chunk, ready))
+            if copies and len(taken) < _TOGETHER and chunk.index < last and self._has_more(link):
+                continue  # the fewer times all cores wait for the last of them, the better
+            queue.move_together(copies)
+            for done_with, as_sent in taken:
+                value = queue.end_chunk()
+                self._copied, counted = self._copied + queue.copied - counted, queue.copied
+                if value != as_sent.digest:
+                    raise _mismatch(done_with, as_sent.digest, value)
+                if value is not None:
+                    digests.append(value)
+                self._send(link, wire.Ack(chunk=done_with.index), stall)
+                if done_with.complete:
+                    landed(done_with.complete.copy())
+            taken, copies = [], []
         done = self._await(link, wire.Done, stall)
         digest = None if kind is None else chain(digests)
         nbytes = sum(plan.sizes)
@@ -176,15 +188,21 @@ class ShmReceiver(OneLink):
 
     def _take(
         self, queue: CopyQueue, chunk: PlacedChunk, destination: Callable[[int], torch.Tensor]
-    ) -> None:
+    ) -> Sequence[Copies]:
+        """Copy a chunk; or return the copies, where they may be made later, together with others.
+
+        Then nothing of it is hashed.
+        """
         targets = targets_of(destination, chunk.tensors)
         found = addresses_of(targets, chunk.wholes, known_of(destination, chunk.tensors))
         if found is not None:
             if start := chunk.start(0):  # a list of one's own: that of a sink stays as it is
                 found = [found[0] + start, *found[1:]]
-            alone, batches = not chunk.copied, chunk.batches(0)
-            queue.move(found, chunk.addresses, chunk.nbytes, batches=batches, alone=alone)
-            return
+            ready = chunk.batches(0)(found, chunk.addresses, chunk.nbytes)
+            if not chunk.copied and queue.digest is None:
+                return ready
+            queue.move(ready, found, chunk.nbytes)
+            return ()
         for at, target in enumerate(targets):
             whole = chunk.wholes[at]
             if target.nbytes != whole or not target.is_contiguous() or not target.is_cpu:
@@ -203,6 +221,11 @@ class ShmReceiver(OneLink):
             else:
                 part = bytes_of(target).narrow(0, start, nbytes)
                 queue.copy(part, chunk.view_like(at, target), address)
+        return ()
+
+    def _has_more(self, link: Link) -> bool:
+        """Whether the sender has said something that nobody has read yet."""
+        return bool(wait_ready((link,), self._waker, deadline=0.0)[0])
 
     def _await(self, link: Link, kind: type[T], stall: float) -> T:
         while True:
