@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from statemachines.errors import Validation
+from transports.copy_batches import BLOCK_NBYTES
 from transports.errors import PeerLost
 
 if TYPE_CHECKING:
@@ -144,11 +145,17 @@ class ForeignBatch:
         self._memory.read(self._into, self._out_of, self.nbytes)
 
     def move_each(self) -> Iterator[tuple[int, int, int]]:
-        """Make them one by one; yields each (to, from, how much)."""
+        """Make them some at a time; yields each (to, from, how much), while it is in the cache."""
         targets, sources, sizes, _ = self._batch
-        for target, source, size in zip(targets, sources, sizes, strict=True):
-            self._memory.copy(target, source, size)
-            yield target, source, size
+        first = total = 0
+        for end, size in enumerate(sizes, 1):
+            total += size
+            if total < BLOCK_NBYTES and end < len(sizes):
+                continue
+            part = slice(2 * first, 2 * end)
+            self._memory.read(self._into[part], self._out_of[part], total)
+            yield from zip(targets[first:end], sources[first:end], sizes[first:end], strict=True)
+            first, total = end, 0
 
 
 def _check_range(address: int, nbytes: int) -> None:

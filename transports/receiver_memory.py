@@ -38,7 +38,7 @@ class ReceiverMemory:
         self._prepared = ("", "")
 
     def set_process(self, pid: int | None, peer: str) -> None:
-        """Say which process's memory the sender's is, if it can be read; not how long it is."""
+        """Say whose memory the sender's is, for this round on; None: it cannot be read."""
         if (None if self._process is None else self._process.pid) == pid:
             return
         if any(home is self._process for home, _ in self._resident.values()):
