@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transports.copy_batches import Batch
 
 _MOST = 1024  # pieces in one call, `UIO_MAXIOV`
+_MOST_NBYTES = 1 << 30  # in one call, which moves no more than 2 GiB
 HIGHEST = 2**63 - 1
 """No address of a process is beyond that."""
 
@@ -91,8 +92,9 @@ class ForeignMemory:
             PeerLost: There is no such process any more.
             Validation: It has no such memory any more, or may not be read any more.
         """
-        if nbytes:
-            self.read(array("Q", (target, nbytes)), array("Q", (source, nbytes)), nbytes)
+        for start in range(0, nbytes, _MOST_NBYTES):
+            size = min(_MOST_NBYTES, nbytes - start)
+            self.read(array("Q", (target + start, size)), array("Q", (source + start, size)), size)
 
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         """A copy of the bytes there, as a 1-d uint8 tensor.
@@ -106,7 +108,12 @@ class ForeignMemory:
         return found
 
     def read(self, targets: array[int], sources: array[int], nbytes: int) -> None:
-        """Copy pieces; each is an address and a size, side by side; see `copy` for errors."""
+        """Copy pieces, 1 GiB at most in all; each is an address and a size, side by side.
+
+        Raises:
+            PeerLost: See `copy`.
+            Validation: See `copy`.
+        """
         call, count = _read(), len(targets) // 2
         into, out_of = targets.buffer_info()[0], sources.buffer_info()[0]
         done = 0
@@ -183,4 +190,6 @@ class OwnMemory:
     @staticmethod
     def locate(tensor: torch.Tensor) -> int | None:
         """Its address; None where its bytes are no plain memory."""
-        return tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else None
+        is_plain = tensor.is_cpu and tensor.is_contiguous()
+        is_plain = is_plain and not tensor.is_neg() and not tensor.is_conj()
+        return tensor.data_ptr() if is_plain else None
