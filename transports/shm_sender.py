@@ -193,6 +193,7 @@ class ShmSender(ManyLinks):
 
         Raises:
             Validation: Not every tensor of the plan was written.
+                Or one that readers copied from this process's memory is not where it was.
             DigestMismatch: A reader arrived at other bytes.
         """
         with self._turn.call("finish", self._round, failed=self._failed):
@@ -205,6 +206,7 @@ class ShmSender(ManyLinks):
             digest = None if self._kind is None else chain(writer.digests)
             done = wire.Done(chunks=writer.chunk, nbytes=self._nbytes, digest=digest)
             readers.finish(done)
+            writer.check_lent()
             self._rounds += 1
             self._end_round()
             return StreamSummary(nbytes=done.nbytes, chunks=done.chunks, digest=digest)
