@@ -21,7 +21,7 @@ from statemachines.errors import Validation
 from transports.errors import PeerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from transports.copy_batches import Batch
 
@@ -186,6 +186,24 @@ class OwnMemory:
     def mark(self) -> int:
         """Where the bytes lie by which `readable` knows this process."""
         return ctypes.addressof(self._mark)
+
+    @staticmethod
+    def lends(addresses: Sequence[int]) -> bool:
+        """Whether a byte at each of them can be read as others would; at 0 there is none.
+
+        No others read memory that a driver maps, say, although this process does.
+        """
+        there = [address for address in addresses if address]
+        found, ones = bytearray(len(there) + 1), [1] * len(there)
+        start = ctypes.addressof((ctypes.c_char * len(found)).from_buffer(found))
+        into = _pairs(list(range(start, start + len(there))), ones)
+        if _read() is None:
+            return False
+        try:
+            ForeignMemory(os.getpid(), "probe").read(into, _pairs(there, ones), len(there))
+        except (PeerLost, Validation):
+            return False
+        return True
 
     @staticmethod
     def locate(tensor: torch.Tensor) -> int | None:

@@ -120,16 +120,16 @@ class ShmSender(ManyLinks):
     def set_direct(self, addresses: Sequence[int]) -> None:
         """Say where all tensors are in this process, from the next `open` on.
 
-        Readers copy from there, if all of them can and nothing is resident; they stay until the
-        round is over.
+        Readers copy from there, if all of them can, nothing is resident, and it is memory that
+        other processes may read; they stay until the round is over.
 
         Args:
             addresses: Of contiguous CPU tensors, one for each of the plan; empty: through buffers.
                 The same list again means the same addresses.
         """
         if self._direct[0] is not addresses and self._direct[0] != addresses:
-            home = self._own
-            self._direct = (addresses, {i: (home, at) for i, at in enumerate(addresses)})
+            home, some = self._own, addresses if self._own.lends(addresses) else ()
+            self._direct = (addresses, {i: (home, at) for i, at in enumerate(some)})
 
     def open(self, plan: Plan, readers: int, *, round: int, stall: float) -> None:
         """See `transports.stream.Sender.open`.
