@@ -69,12 +69,13 @@ def went(sync):
 
 @contextmanager
 def watched_reads(monkeypatch, before=lambda: None):
-    """Each of the workers' reads is preceded by that; what is yielded counts them."""
+    """Each read of tensors is preceded by that; what is yielded counts them."""
     read, counted = ForeignMemory.read, []
 
     def noted(memory, *args):
-        before()
-        counted.append(memory)
+        if memory._peer == "trainer":  # else somebody asks whether it could be read
+            before()
+            counted.append(memory)
         return read(memory, *args)
 
     with monkeypatch.context() as patch:
@@ -201,14 +202,13 @@ async def test_what_share_tensors_made_is_read_there(monkeypatch):
     storage = await asyncio.to_thread(aiosync.share_tensors, {"weight": model[0].weight})
     with watched_reads(monkeypatch) as reads:
         async with trained(model, shared=[storage], **SMALL) as (sync, worker):
-            reads.clear()
             for _ in range(3):
                 await sync.send_weights()
                 assert same(worker, model)
                 step(model)
             shared = 3 * model[0].weight.nbytes
             assert went(sync) == (shared, 3 * nbytes_of(model) - shared)
-    assert all(memory._peer == "probe" for memory in reads)
+    assert reads == []
 
 
 @pytest.mark.parametrize("verify", ["digest", "counts"])
@@ -257,20 +257,13 @@ async def test_what_is_replaced_while_workers_read_stays_for_them(monkeypatch, v
         others.extend(torch.full((7, 30), 9.0) for _ in range(8))
         gone.set()
 
-    async with trained(model, verify=verify) as (sync, worker):
-        with before_finish(sync, replace):
-            with watched_reads(monkeypatch, lambda: gone.wait(20) if wanted() else None):
-                wanted = reading_of(worker)
+    with watched_reads(monkeypatch, lambda: gone.wait(20)) as reads:
+        async with trained(model, verify=verify) as (sync, worker):
+            with before_finish(sync, replace):
                 await sync.send_weights(budget=PATIENT)
-        assert gone.is_set()
-        assert all(
-            torch.equal(worker.model.state_dict()[name], expected[name]) for name in expected
-        )
-
-
-def reading_of(worker):
-    """Whether a round is open at the worker, so that a read is none of a probe."""
-    return lambda: worker.state == "updating"
+            theirs = worker.model.state_dict()
+            assert all(torch.equal(theirs[name], tensor) for name, tensor in expected.items())
+    assert reads
 
 
 @pytest.mark.parametrize("verify", ["digest", "counts"])
@@ -346,9 +339,8 @@ async def test_a_cancelled_round_and_the_next_one(monkeypatch):
         await sync.send_weights(version=1)
 
         def hold():
-            if worker.state == "updating":
-                reading.set()
-                goes_on.wait(20)
+            reading.set()
+            goes_on.wait(20)
 
         with watched_reads(monkeypatch, hold):
             update = sync.begin_update(version=2)
