@@ -209,7 +209,7 @@ class Round:
             with self._within(self._scope):
                 await body()
         except BaseException as error:
-            cause = collapse(error)
+            cause = self.engine.explained(collapse(error))
             await give_up(self, cause)
             if cause is error:
                 raise

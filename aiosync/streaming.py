@@ -114,8 +114,12 @@ class OutStream:
 
     def _finish(self) -> StreamSummary:
         summary = self._sender.finish()
-        self._pass.check_unwritten()
+        self.check_unwritten()
         return summary
+
+    def check_unwritten(self) -> None:
+        """See `SourcePass.check_unwritten`."""
+        self._pass.check_unwritten()
 
 
 async def pass_along(the_pass: SourcePass, *, grace: float, lane: LaneLike) -> None:

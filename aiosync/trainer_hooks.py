@@ -123,6 +123,10 @@ class TrainerHooks(ABC, Generic[Init]):
         """The data leg: move the round's bytes; cancellation must abort it."""
         raise NotImplementedError(f"{type(self).__name__} must override send_weights")
 
+    def explained(self, error: BaseException) -> BaseException:
+        """What ended a round, or what was the reason for it; called once for each that failed."""
+        return error
+
     def dispose(self) -> None:
         """Free the channel; idempotent, must not block."""
 

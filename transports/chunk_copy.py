@@ -6,6 +6,7 @@ the same: with tens of thousands of tensors an object for each would cost more t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, final
 
 import torch
@@ -19,7 +20,6 @@ from transports.plain_memory import bytes_at
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from transports.copy_batches import Batch, Copies
     from transports.planning import Chunk, Plan
     from transports.segments import Segment
     from transports.stream import Progress
@@ -104,14 +104,11 @@ class PlacedChunk:
         """What made the copies from piece `at` on ready, in the last round."""
         found = self._batches.get(at)
         if found is None:
-            found = self._batches[at] = SameBatches(self._ready)
+            memory, ready = self.memory, None
+            if isinstance(memory, ForeignMemory):
+                ready = partial(ForeignBatch, memory=memory)  # no method of ours: that is a cycle
+            found = self._batches[at] = SameBatches(ready)
         return found
-
-    def _ready(self, batch: Batch) -> Copies:
-        """How to copy out of this chunk, or into it."""
-        if isinstance(self.memory, ForeignMemory):
-            return ForeignBatch(batch, self.memory)
-        return batch
 
     def view_like(self, at: int, tensor: torch.Tensor) -> torch.Tensor:
         """The bytes of piece `at`: as `tensor` is typed, where they are all of it.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+import torch
+
 from statemachines.errors import Validation
 from transports import shm_messages as wire
 from transports.packing import bytes_of, settled
@@ -12,8 +14,6 @@ from transports.stream import Columns, columns_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from transports.chunk_copy import CopyQueue, PlacedChunk
     from transports.sender_memory import SenderMemory
@@ -37,6 +37,7 @@ class ChunkWriter:
         self._queue = queue
         self._piece = 0
         self._split: torch.Tensor | None = None
+        self._lent: list[tuple[PlacedChunk, int, Sequence[torch.Tensor]]] = []
         self.chunk = 0
         self.digests: list[int] = []
         self.in_place = 0
@@ -59,6 +60,23 @@ class ChunkWriter:
         self._queue.note()
         self._readers.keep_alive()
 
+    def check_lent(self) -> None:
+        """The readers have copied all: what they copied from was there all the time.
+
+        Raises:
+            Validation: A tensor was given another storage meanwhile; names the index.
+        """
+        for chunk, at, tensors in self._lent:
+            found = list(map(torch.Tensor.data_ptr, tensors))
+            found[0] += chunk.start(at)
+            due = chunk.addresses[at : at + len(found)]
+            for number, (here, there) in enumerate(zip(found, due, strict=True)):
+                if here != there and tensors[number].nbytes:
+                    index = chunk.tensors[at + number]
+                    raise Validation(
+                        f"tensor {index} was moved while the readers copied it", tensor=str(index)
+                    )
+
     def _fill(self, batch: Columns, done: int) -> int:
         """Put into the current chunk what belongs there; returns how far the batch is done."""
         if self.chunk == len(self._memory.chunks):
@@ -74,6 +92,9 @@ class ChunkWriter:
         if sources is None or not self._move(chunk, at, end, sources):
             for number, tensor in enumerate(part.tensors, at):
                 self._copy(chunk, number, tensor)
+        if chunk.memory is not None:
+            # An address keeps nothing alive, and the readers are behind.
+            self._lent.append((chunk, at, part.tensors))
         self._piece = end
         if end == len(chunk.tensors):
             self._end_chunk(chunk)

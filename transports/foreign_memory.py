@@ -22,11 +22,12 @@ from transports.copy_batches import BLOCK_NBYTES
 from transports.errors import PeerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from transports.copy_batches import Batch
 
 _MOST = 1024  # pieces in one call, `UIO_MAXIOV`
+_MOST_NBYTES = 1 << 30  # in one call, which moves no more than 2 GiB
 HIGHEST = 2**63 - 1
 """No address of a process is beyond that."""
 
@@ -92,8 +93,9 @@ class ForeignMemory:
             PeerLost: There is no such process any more.
             Validation: It has no such memory any more, or may not be read any more.
         """
-        if nbytes:
-            self.read(array("Q", (target, nbytes)), array("Q", (source, nbytes)), nbytes)
+        for start in range(0, nbytes, _MOST_NBYTES):
+            size = min(_MOST_NBYTES, nbytes - start)
+            self.read(array("Q", (target + start, size)), array("Q", (source + start, size)), size)
 
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         """A copy of the bytes there, as a 1-d uint8 tensor.
@@ -107,7 +109,12 @@ class ForeignMemory:
         return found
 
     def read(self, targets: array[int], sources: array[int], nbytes: int) -> None:
-        """Copy pieces; each is an address and a size, side by side; see `copy` for errors."""
+        """Copy pieces, 1 GiB at most in all; each is an address and a size, side by side.
+
+        Raises:
+            PeerLost: See `copy`.
+            Validation: See `copy`.
+        """
         call, count = _read(), len(targets) // 2
         into, out_of = targets.buffer_info()[0], sources.buffer_info()[0]
         done = 0
@@ -188,6 +195,26 @@ class OwnMemory:
         return ctypes.addressof(self._mark)
 
     @staticmethod
+    def lends(addresses: Sequence[int]) -> bool:
+        """Whether a byte at each of them can be read as others would; at 0 there is none.
+
+        No others read memory that a driver maps, say, although this process does.
+        """
+        there = [address for address in addresses if address]
+        found, ones = bytearray(len(there) + 1), [1] * len(there)
+        start = ctypes.addressof((ctypes.c_char * len(found)).from_buffer(found))
+        into = _pairs(list(range(start, start + len(there))), ones)
+        if _read() is None:
+            return False
+        try:
+            ForeignMemory(os.getpid(), "probe").read(into, _pairs(there, ones), len(there))
+        except (PeerLost, Validation):
+            return False
+        return True
+
+    @staticmethod
     def locate(tensor: torch.Tensor) -> int | None:
         """Its address; None where its bytes are no plain memory."""
-        return tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else None
+        is_plain = tensor.is_cpu and tensor.is_contiguous()
+        is_plain = is_plain and not tensor.is_neg() and not tensor.is_conj()
+        return tensor.data_ptr() if is_plain else None

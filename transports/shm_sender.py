@@ -120,16 +120,16 @@ class ShmSender(ManyLinks):
     def set_direct(self, addresses: Sequence[int]) -> None:
         """Say where all tensors are in this process, from the next `open` on.
 
-        Readers copy from there, if all of them can and nothing is resident; they stay until the
-        round is over.
+        Readers copy from there, if all of them can, nothing is resident, and it is memory that
+        other processes may read; they stay until the round is over.
 
         Args:
             addresses: Of contiguous CPU tensors, one for each of the plan; empty: through buffers.
                 The same list again means the same addresses.
         """
         if self._direct[0] is not addresses and self._direct[0] != addresses:
-            home = self._own
-            self._direct = (addresses, {i: (home, at) for i, at in enumerate(addresses)})
+            home, some = self._own, addresses if self._own.lends(addresses) else ()
+            self._direct = (addresses, {i: (home, at) for i, at in enumerate(some)})
 
     def open(self, plan: Plan, readers: int, *, round: int, stall: float) -> None:
         """See `transports.stream.Sender.open`.
@@ -193,6 +193,7 @@ class ShmSender(ManyLinks):
 
         Raises:
             Validation: Not every tensor of the plan was written.
+                Or one that readers copied from this process's memory is not where it was.
             DigestMismatch: A reader arrived at other bytes.
         """
         with self._turn.call("finish", self._round, failed=self._failed):
@@ -205,6 +206,7 @@ class ShmSender(ManyLinks):
             digest = None if self._kind is None else chain(writer.digests)
             done = wire.Done(chunks=writer.chunk, nbytes=self._nbytes, digest=digest)
             readers.finish(done)
+            writer.check_lent()
             self._rounds += 1
             self._end_round()
             return StreamSummary(nbytes=done.nbytes, chunks=done.chunks, digest=digest)

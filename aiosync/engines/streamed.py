@@ -17,7 +17,7 @@ import msgspec
 
 from aiosync.config import WeightTransferUpdateInfo
 from aiosync.defaults import DEFAULTS
-from aiosync.errors import ProtocolMismatch, Validation
+from aiosync.errors import AiosyncError, DigestMismatch, ProtocolMismatch, Validation
 from aiosync.memory_plan import held_bytes, summarise
 from aiosync.metadata import sizes_of, to_wire
 from aiosync.source_pass import SourcePass
@@ -46,6 +46,7 @@ Init = TypeVar("Init")
 BUFFER_LIMITS = (64, 1 << 46)
 """Smallest and largest size of one chunk."""
 BufferSize = Annotated[int, msgspec.Meta(ge=BUFFER_LIMITS[0], le=BUFFER_LIMITS[1])]
+_OTHER_BYTES = DigestMismatch.code
 LONGEST_S = 1e6
 """A limit that a peer asks for; longer than that is no limit."""
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=LONGEST_S)]
@@ -112,6 +113,7 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
         self.digests = available_digests()
         """The kinds to choose from, best first."""
         self.sender: Sender | None = None
+        self._stream: OutStream | None = None  # of the round that is under way
         self._announced: dict[str, str] = {}
         self._bytes_before = 0
 
@@ -235,12 +237,25 @@ class StreamedTrainerEngine(TrainerWeightTransferEngine[Init]):
     async def transmit(self, round: Round) -> StreamSummary:
         # First the request to the workers goes out: a busy lane would keep the interpreter from it.
         await anyio.lowlevel.checkpoint()
-        stream, round.ahead = round.ahead, None
-        summary = await (stream or self.out_stream(round)).run()
+        ahead, round.ahead = round.ahead, None
+        self._stream = ahead or self.out_stream(round)
+        summary = await self._stream.run()
+        self._stream = None
         feed, _ = round.validated()
         for link in round.present:
             self._announced[link.name] = feed.wire_digest
         return summary
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Where workers read the tensors themselves, a step meanwhile gives them other bytes."""
+        stream, self._stream = self._stream, None
+        if stream is not None and isinstance(error, AiosyncError) and error.code == _OTHER_BYTES:
+            try:
+                stream.check_unwritten()
+            except Validation as cause:
+                cause.__cause__ = error
+                return cause.with_traceback(None)  # which would keep the tensors
+        return error
 
     def out_stream(self, round: Round) -> OutStream:
         """This round's stream, through the sender that there is."""
