@@ -20,6 +20,7 @@ from transports.plain_memory import bytes_at
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from transports.copy_batches import Copies
     from transports.planning import Chunk, Plan
     from transports.segments import Segment
     from transports.stream import Progress
