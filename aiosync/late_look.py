@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from operator import is_
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from aiosync.destinations import Writes, moved
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from aiosync.destinations import Destinations
     from aiosync.metadata import ParamMeta
+    from aiosync.targets import Matcher
     from statemachines.tables import Weights
 
 
@@ -28,6 +29,9 @@ class LooksLate(ABC):
 
     weights: Weights
     left_out: list[str]
+    model: Any
+    _loader: Callable[[Iterable[tuple[str, torch.Tensor]]], object] | None
+    _matcher: Matcher
     _metadata: list[ParamMeta]
     _found: Destinations
 
@@ -46,19 +50,27 @@ class LooksLate(ABC):
         self._partial = False
         self._lent_upto = 0  # of the model's own tensors
         self._looks_now = False
+        self._has_stayed = False
 
     def look_meanwhile(self, count: int | None) -> None:
         """The transport would have to wait: look at what has to be looked at later.
 
         Args:
-            count: How much of the announced tensors it waits for; None: it waits for the end.
+            count: How much of the announced tensors it waits for; None: it waits for the end, with
+                all destinations in its hands.
         """
         writes = self._found.writes
-        if self._looks_last and isinstance(writes, Writes):
-            writes.are_seen(count)
+        if self._looks_now:
+            if self._looks_last and isinstance(writes, Writes):
+                writes.are_seen(count)
+        elif count is None:
+            self._has_stayed = self._is_as_begun()
 
     def _finish_look(self) -> bool:
         """Complete a late look at the model; False: there was none, all was looked at before."""
+        if self._has_stayed:  # it was looked at again a moment ago, while the last bytes came
+            self._has_stayed = False
+            return True
         writes = self._found.writes
         if not self._looks_now or not isinstance(writes, Writes):
             return False
@@ -91,6 +103,17 @@ class LooksLate(ABC):
         found = now.plain(0, end)
         is_same = all(map(is_, before.looking.tensors(0, end), found))
         return is_same and list(map(torch.Tensor.data_ptr, found)) == before.addresses[:end]
+
+    def _begin_look(self, found: Destinations) -> None:
+        """What `begin` has found is what the round is about."""
+        writes = found.writes
+        self._looks_now = isinstance(writes, Writes) and writes.is_looked_at
+        self._has_stayed = False
+        self._lent_upto = 0
+
+    def _is_as_begun(self) -> bool:
+        """Whether the model is still the one that `begin` has seen."""
+        return self._loader is not None or self._matcher.holds(self.model)
 
     @abstractmethod
     def _find(

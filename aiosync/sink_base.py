@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from aiosync.crash_marker import CrashMarker
-from aiosync.destinations import Destinations, Writes, moved
+from aiosync.destinations import Destinations, moved
 from aiosync.errors import Busy, Coverage, InvalidTransition, Torn, Validation
 from aiosync.foreign import LeftBehind
 from aiosync.foresight import Foresees
@@ -124,8 +124,7 @@ class Sink(Foresees, ABC):
         self._prepare(metas, found)
         self._metadata, self._found = metas, found
         self._landed = bytearray(len(metas))
-        self._lent_upto = 0
-        self._looks_now = isinstance(found.writes, Writes) and found.writes.is_looked_at
+        self._begin_look(found)
         self.skipped = found.skipped
         self.applied = len(metas) - self.skipped
         self.left_out = found.left_out
@@ -239,7 +238,7 @@ class Sink(Foresees, ABC):
         Raises:
             Coverage: Tensors of it were replaced, renamed or moved.
         """
-        if self._loader is None and not self._matcher.holds(self.model):
+        if not self._is_as_begun():
             raise moved(self.weights)
 
     def _check_complete(self) -> None:

@@ -295,6 +295,58 @@ def test_a_model_that_was_looked_at_first_is_looked_at_once_more_at_the_end(mode
         getattr(sink, method)()
 
 
+def filled(sink, metadata):
+    for index in range(len(metadata)):
+        sink.destination(index).zero_()
+        sink.landed([index])
+
+
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+def test_the_last_look_may_come_while_the_last_bytes_do(mode, monkeypatch):
+    sink, metadata = known_sink(mode)
+    looks, holds = [], Matcher.holds
+    monkeypatch.setattr(
+        Matcher, "holds", lambda self, model: looks.append(model) or holds(self, model)
+    )
+    for _ in range(2):
+        filled(sink, metadata)
+        sink.look_meanwhile(1)
+        assert not looks  # more is to come
+        sink.look_meanwhile(None)
+        assert len(looks) == 1
+        sink.verify_stream()
+        assert len(looks) == 1
+        sink.verify_stream()  # counted once
+        assert len(looks) == 2
+        sink.commit()
+        looks.clear()
+        sink.begin(metadata)
+
+
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+@pytest.mark.parametrize("change", [replace, move, grow])
+def test_a_change_that_is_found_while_the_last_bytes_come_ends_the_stream(mode, change):
+    sink, metadata = known_sink(mode)
+    filled(sink, metadata)
+    change(sink.model)
+    sink.look_meanwhile(None)
+    with pytest.raises(aiosync.Coverage, match="replaced, renamed or moved"):
+        sink.verify_stream()
+
+
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+def test_a_last_look_is_of_no_use_in_the_next_round(mode):
+    sink, metadata = known_sink(mode)
+    filled(sink, metadata)
+    sink.look_meanwhile(None)
+    sink.abort()
+    sink.begin(metadata)
+    filled(sink, metadata)
+    move(sink.model)
+    with pytest.raises(aiosync.Coverage, match="replaced, renamed or moved"):
+        sink.verify_stream()
+
+
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_destinations_are_a_sequence_with_an_end(rounds):
     model, matcher = Tree(), Matcher()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -161,6 +162,39 @@ def test_a_helper_that_cannot_be_had_is_done_without(monkeypatch):
     assert len(begun) == 2
     assert not begun[0].is_alive()
     assert torch.equal(sources[0], targets[0])
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_what_is_done_beside_does_not_wait_for_the_others(monkeypatch, cores):
+    """Where there are any; the calling thread copies what is left then."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    sources, targets = pieces(2 * LEAST_NBYTES), pieces(2 * LEAST_NBYTES)
+    there, deadline = [], time.monotonic() + 20
+
+    def beside():
+        assert threading.current_thread() is threading.main_thread()
+        while cores > 1 and not torch.equal(sources[0], targets[0]):
+            assert time.monotonic() < deadline
+        there.append(bool(torch.equal(sources[0], targets[0])))
+
+    batches = batches_of(addresses(targets), addresses(sources), (2 * LEAST_NBYTES,))
+    copy_together(batches, beside=beside)
+    assert there == [cores > 1]
+    assert torch.equal(sources[0], targets[0])
+
+
+def test_an_error_of_what_is_done_beside_ends_the_copy(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+    sources, targets = pieces(LEAST_NBYTES), pieces(LEAST_NBYTES)
+
+    def beside():
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        copy_together(
+            batches_of(addresses(targets), addresses(sources), (LEAST_NBYTES,)), beside=beside
+        )
+    assert not [thread for thread in threading.enumerate() if thread.name == "copy"]
 
 
 def test_nothing_to_copy_is_fine():

@@ -311,6 +311,40 @@ def test_shared_tensors_are_not_copied_and_follow_the_optimizer(senders, receive
     assert statistics["bytes_in_place"] == 2 * sum(t.nbytes for t in tensors)
 
 
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_the_end_is_waited_for_beside_the_last_copies(senders, receivers, count, monkeypatch):
+    """Once, when all destinations are known; not at all where chunks go through buffers."""
+    storage = share_tensors({f"{i}": torch.randn(512) for i in range(count)})
+    tensors = [storage.segment.typed(i * 2048, torch.float32, (512,)) for i in range(count)]
+    sender = senders(buffer_nbytes=2048, shared=[storage], digest=None)
+    receiver = receivers(sender)
+    for round, table in enumerate(({i: sender.locate(t) for i, t in enumerate(tensors)}, {})):
+        sender.set_resident(table)
+        into = [torch.zeros_like(t) for t in tensors]
+        happened = []
+
+        class Into:
+            def __call__(self, index, into=into, happened=happened):
+                happened.append(index)
+                return into[index]
+
+            def meanwhile(self, upto, happened=happened):
+                happened.append(upto)
+
+        other = Thread(
+            receiver.receive,
+            plan_of(tensors, 2048),
+            Into(),
+            lambda _: None,
+            round=round,
+            stall=20.0,
+        )
+        send(sender, tensors, 2048, round=round)
+        other.result()
+        assert happened == [*range(count), *([None] if table else [])]
+        assert all(torch.equal(a, b) for a, b in zip(into, tensors, strict=True))
+
+
 @pytest.mark.slow
 def test_shared_and_other_tensors_mix_over_processes(crew, senders):
     weights = {"a": torch.randn(3000), "b": torch.randn(20, 20)}

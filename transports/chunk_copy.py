@@ -16,13 +16,14 @@ from transports.copy_team import copy_together
 from transports.foreign_memory import ForeignBatch, ForeignMemory, OwnMemory
 from transports.piece_digest import PieceDigest
 from transports.plain_memory import bytes_at
+from transports.segment_batch import segment_batch
+from transports.segments import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from transports.copy_batches import Copies
+    from transports.copy_batches import Batch, Copies
     from transports.planning import Chunk, Plan
-    from transports.segments import Segment
     from transports.stream import Progress
     from transports.waker import Waker
 
@@ -105,9 +106,7 @@ class PlacedChunk:
         """What made the copies from piece `at` on ready, in the last round."""
         found = self._batches.get(at)
         if found is None:
-            memory, ready = self.memory, None
-            if isinstance(memory, ForeignMemory):
-                ready = partial(ForeignBatch, memory=memory)  # no method of ours: that is a cycle
+            ready = None if self.copied else _ready_for(self._homes)
             found = self._batches[at] = SameBatches(ready)
         return found
 
@@ -125,6 +124,15 @@ class PlacedChunk:
 def place_chunks(plan: Plan, resident: Mapping[int, tuple[Home, int]]) -> list[PlacedChunk]:
     """All chunks of a plan, without places yet."""
     return [PlacedChunk(chunk, plan.sizes, resident) for chunk in plan.chunks]
+
+
+def _ready_for(homes: Sequence[tuple[Home, int] | None]) -> Callable[[Batch], Copies] | None:
+    """What is made of batches that read from these homes of a chunk's pieces."""
+    those = {id(home[0]): home[0] for home in homes if home is not None}
+    home = those.popitem()[1] if len(those) == 1 else None
+    if isinstance(home, ForeignMemory):
+        return partial(ForeignBatch, memory=home)
+    return partial(segment_batch, segment=home) if isinstance(home, Segment) else None
 
 
 def _memory_of(homes: Sequence[tuple[Home, int] | None]) -> Process | None:
@@ -174,13 +182,19 @@ class CopyQueue:
                     digest.update_at(address, size)
                     self._count(size)
 
-    def move_together(self, batches: Sequence[Copies]) -> None:
+    def move_together(
+        self, batches: Sequence[Copies], *, beside: Callable[[], None] = lambda: None
+    ) -> None:
         """`move` with the help of other cores, which the other side does not need meanwhile.
+
+        Args:
+            batches: The copies.
+            beside: What else is to be done; others copy meanwhile.
 
         Raises:
             TransportAborted: The waker was woken.
         """
-        copy_together(batches, note=self._count)
+        copy_together(batches, note=self._count, beside=beside)
 
     def _count(self, nbytes: int) -> None:
         self.copied += nbytes

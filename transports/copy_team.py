@@ -22,7 +22,10 @@ _MOST = 4  # more than that saturate no memory that fewer do not
 
 
 def copy_together(
-    batches: Sequence[Copies], *, note: Callable[[int], None] = lambda _: None
+    batches: Sequence[Copies],
+    *,
+    note: Callable[[int], None] = lambda _: None,
+    beside: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy from addresses to addresses; the callers hold what lies there.
 
@@ -30,9 +33,10 @@ def copy_together(
         batches: Each is copied by whoever is free.
         note: Called on this thread with the bytes that it copied, batch by batch; may raise: then
             all of them stop before this does.
+        beside: What this thread does first, while others copy already.
 
     Raises:
-        Exception: Of a copy or of `note`; the others have stopped.
+        Exception: Of a copy, of `note` or of `beside`; the others have stopped.
     """
     total = sum(batch.nbytes for batch in batches)
     helpers = min(_MOST, _cores()) - 1 if total >= LEAST_NBYTES else 0
@@ -62,6 +66,7 @@ def copy_together(
             thread.start()
             started.append(thread)
     try:
+        beside()
         for batch in left:
             if stop.is_set():
                 break

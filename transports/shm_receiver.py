@@ -20,7 +20,7 @@ from transports.plain_memory import addresses_of
 from transports.planning import ALIGNED
 from transports.receiver_memory import ReceiverMemory
 from transports.shm_readers import check_stall
-from transports.stream import Progress, StreamSummary, known_of, targets_of
+from transports.stream import Progress, StreamSummary, known_of, meanwhile_of, targets_of
 from transports.waker import wait_ready
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class ShmReceiver(OneLink):
         counted = 0
         taken: list[tuple[PlacedChunk, wire.Ready]] = []
         copies: list[Copies] = []  # out of memory that nobody has to write to again
-        last = len(self._memory.chunks) - 1
+        last, meanwhile = len(self._memory.chunks) - 1, meanwhile_of(destination)
         for chunk in self._memory.chunks:
             ready = self._await(link, wire.Ready, stall)
             if ready.chunk != chunk.index:
@@ -166,7 +166,10 @@ class ShmReceiver(OneLink):
             taken.append((chunk, ready))
             if copies and len(taken) < _TOGETHER and chunk.index < last and self._has_more(link):
                 continue  # the fewer times all cores wait for the last of them, the better
-            queue.move_together(copies)
+            if chunk.index == last and copies:
+                queue.move_together(copies, beside=lambda: meanwhile(None))
+            else:
+                queue.move_together(copies)
             for done_with, as_sent in taken:
                 value = queue.end_chunk()
                 self._copied, counted = self._copied + queue.copied - counted, queue.copied
