@@ -7,7 +7,9 @@ to be another is matched anew on the spot.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from operator import is_
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from aiosync.metadata import ParamMeta
     from aiosync.targets import Matcher
     from statemachines.tables import Weights
+
+_MOMENT_S = 0.25  # in which the last bytes come, mostly
 
 
 class LooksLate(ABC):
@@ -50,7 +54,7 @@ class LooksLate(ABC):
         self._partial = False
         self._lent_upto = 0  # of the model's own tensors
         self._looks_now = False
-        self._has_stayed = False
+        self._stayed_at: float | None = None
 
     def look_meanwhile(self, count: int | None) -> None:
         """The transport would have to wait: look at what has to be looked at later.
@@ -64,13 +68,16 @@ class LooksLate(ABC):
             if self._looks_last and isinstance(writes, Writes):
                 writes.are_seen(count)
         elif count is None:
-            self._has_stayed = self._is_as_begun()
+            with suppress(Exception):  # what is still so at the end is said there
+                self._stayed_at = time.monotonic() if self._is_as_begun() else None
+
+    def _was_just_looked_at(self) -> bool:
+        """Whether the model was as begun a moment ago, while the last bytes came; counts once."""
+        seen, self._stayed_at = self._stayed_at, None
+        return seen is not None and time.monotonic() - seen < _MOMENT_S
 
     def _finish_look(self) -> bool:
         """Complete a late look at the model; False: there was none, all was looked at before."""
-        if self._has_stayed:  # it was looked at again a moment ago, while the last bytes came
-            self._has_stayed = False
-            return True
         writes = self._found.writes
         if not self._looks_now or not isinstance(writes, Writes):
             return False
@@ -108,7 +115,7 @@ class LooksLate(ABC):
         """What `begin` has found is what the round is about."""
         writes = found.writes
         self._looks_now = isinstance(writes, Writes) and writes.is_looked_at
-        self._has_stayed = False
+        self._stayed_at = None
         self._lent_upto = 0
 
     def _is_as_begun(self) -> bool:

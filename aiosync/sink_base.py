@@ -219,7 +219,8 @@ class Sink(Foresees, ABC):
                 tensors of the model were replaced since `begin`: what arrived is not for them.
         """
         self._check_complete()
-        if not self._finish_look() or not self._looks_last:
+        looks_itself = type(self).check_model is not Sink.check_model
+        if not self._finish_look() or not self._looks_last or looks_itself:
             self.check_model()
 
     def verify_stream(self) -> None:
@@ -229,7 +230,7 @@ class Sink(Foresees, ABC):
             self.verify()  # a subclass has more to say
             return
         self._check_complete()
-        if not self._finish_look():
+        if not self._finish_look() and not self._was_just_looked_at():
             self.check_model()
 
     def check_model(self) -> None:

@@ -335,6 +335,33 @@ def test_a_change_that_is_found_while_the_last_bytes_come_ends_the_stream(mode, 
 
 
 @pytest.mark.parametrize("mode", ["staged", "in_place"])
+@pytest.mark.parametrize("late", ["verify", "a while ago"])
+def test_a_last_look_is_of_use_at_the_end_of_the_stream_only(mode, late, monkeypatch):
+    sink, metadata = known_sink(mode)
+    filled(sink, metadata)
+    sink.look_meanwhile(None)
+    if late == "a while ago":
+        monkeypatch.setattr("aiosync.late_look._MOMENT_S", 0.0)
+    move(sink.model)
+    with pytest.raises(aiosync.Coverage, match="replaced, renamed or moved"):
+        (sink.verify if late == "verify" else sink.verify_stream)()
+
+
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+def test_what_is_wrong_for_a_moment_does_not_end_the_stream(mode):
+    """The transport is in the midst of it: what is still so at the end is said there."""
+    model = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    sink = make_sink(model, mode)
+    metadata = [aiosync.ParamMeta(name, torch.float32, (4,)) for name in model]
+    sink.begin(metadata)
+    filled(sink, metadata)
+    kept, model["b"] = model["b"], None
+    sink.look_meanwhile(None)
+    model["b"] = kept
+    sink.verify_stream()
+
+
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
 def test_a_last_look_is_of_no_use_in_the_next_round(mode):
     sink, metadata = known_sink(mode)
     filled(sink, metadata)

@@ -20,7 +20,7 @@ from aiosync.engines import ipc as ipc_engines
 from aiosync.engines.ipc import IPCTrainerWeightTransferEngine
 from aiosync.feed import SourceFeed
 from aiosync.glance import Looking
-from aiosync.sinks import InPlaceSink
+from aiosync.sinks import InPlaceSink, StagedSink
 from aiosync.streaming import stream_in
 from aiosync.targets import Writes
 from transports import device_copier
@@ -419,13 +419,14 @@ def test_a_module_that_changes_under_the_look_fails_it(monkeypatch, error):
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("method", ["verify", "check_model"])
-async def test_what_a_sink_of_ones_own_verifies_is_asked(memory, method):
-    class Picky(InPlaceSink):
+@pytest.mark.parametrize("base", [InPlaceSink, StagedSink])
+async def test_what_a_sink_of_ones_own_verifies_is_asked(memory, method, base):
+    class Picky(base):
         asked = 0
 
     def counted(self):
         Picky.asked += 1
-        getattr(InPlaceSink, method)(self)
+        getattr(base, method)(self)
 
     setattr(Picky, method, counted)
     async with pair(memory, sink=lambda net, device: Picky(net, device=device)) as both:

@@ -77,8 +77,8 @@ def test_a_segment_that_was_closed_or_ends_early_is_named(segment):
     batch, _target, _ = batch_of(segment, (64, 64))
     quiet, beyond = segment_batch(batch, segment), segment_batch(batch, segment)
     batch.sources[0] = segment.address_range[1] - 100
-    with pytest.raises(Validation, match=rf"segment {segment.key} ended 28 bytes early"):
+    with pytest.raises(Validation, match=rf"100 of 128 bytes .* segment {segment.key}"):
         beyond.move()
     segment.close()
-    with pytest.raises(Validation, match=rf"segment {segment.key} cannot be read: Bad file"):
+    with pytest.raises(Validation, match=rf"segment {segment.key}: Bad file"):
         quiet.move()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -324,6 +325,8 @@ def test_the_end_is_waited_for_beside_the_last_copies(senders, receivers, count,
         happened = []
 
         class Into:
+            takes_all = True
+
             def __call__(self, index, into=into, happened=happened):
                 happened.append(index)
                 return into[index]
@@ -343,6 +346,68 @@ def test_the_end_is_waited_for_beside_the_last_copies(senders, receivers, count,
         other.result()
         assert happened == [*range(count), *([None] if table else [])]
         assert all(torch.equal(a, b) for a, b in zip(into, tensors, strict=True))
+
+
+@pytest.mark.parametrize("takes_all", [False, True])
+def test_chunks_are_copied_together_where_their_memory_is_there_anyway(
+    senders, receivers, takes_all
+):
+    """Else each has landed before the next one's is made; and all of it is held until then."""
+    storage = share_tensors({f"{i}": torch.randn(512) for i in range(20)})
+    tensors = [storage.segment.typed(i * 2048, torch.float32, (512,)) for i in range(20)]
+    sender = senders(buffer_nbytes=2048, shared=[storage], digest=None)
+    sender.set_resident({i: sender.locate(t) for i, t in enumerate(tensors)})
+    receiver, made, most = receivers(sender), {}, []
+
+    class Into:
+        def __call__(self, index):
+            fresh = torch.zeros(512)
+            made[index] = weakref.ref(fresh)  # nobody else has it
+            most.append(sum(one() is not None for one in made.values()))
+            return fresh
+
+    Into.takes_all = takes_all
+    arrived = []
+
+    def landed(indices):
+        arrived.extend(torch.equal(made[index](), tensors[index]) for index in indices)
+        made[indices[0]] = lambda: None
+
+    plan = plan_of(tensors, 2048)
+    other = Thread(receiver.receive, plan, Into(), landed, round=0, stall=20.0)
+    sender.open(plan, 1, round=0, stall=20.0)
+    sender.write(list(enumerate(tensors)))  # announced at once
+    sender.finish()
+    other.result()
+    assert arrived == [True] * 20
+    assert max(most) == 1 or takes_all
+    assert max(most) > 1 or not takes_all
+
+
+def test_a_sign_of_life_does_not_keep_a_reader_from_acknowledging(senders, receivers):
+    """It says that the trainer waits, perhaps for just that."""
+    weights = {"a": torch.randn(512)}
+    storage = share_tensors(weights)
+    tensors = [torch.randn(512), torch.randn(512), weights["a"], *map(torch.randn, [512] * 3)]
+    sender = senders(buffer_nbytes=2048, buffers=2, shared=[storage], digest=None)
+    sender.set_resident({2: sender.locate(weights["a"])})
+    receiver, into = receivers(sender), [torch.zeros(512) for _ in tensors]
+
+    class Into:
+        takes_all = True
+
+        def __call__(self, index):
+            if index == 2:
+                time.sleep(1.2)  # the trainer says meanwhile that it is there
+            return into[index]
+
+    plan, stall = plan_of(tensors, 2048), 3.0
+    other = Thread(receiver.receive, plan, Into(), lambda _: None, round=0, stall=stall)
+    sender.open(plan, 1, round=0, stall=stall)
+    sender.write(list(enumerate(tensors)))
+    sender.finish()
+    other.result()
+    assert all(torch.equal(a, b) for a, b in zip(into, tensors, strict=True))
 
 
 @pytest.mark.slow

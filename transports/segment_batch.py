@@ -59,7 +59,7 @@ class _SegmentBatch:
         """Make the copies.
 
         Raises:
-            Validation: The segment was closed.
+            Validation: The segment was closed, or the memory on one side is not there any more.
         """
         at = self._batch.sources[0] - self._segment.address_range[0]
         into, count, done = self._into.buffer_info()[0], len(self._batch.sizes), 0
@@ -68,10 +68,11 @@ class _SegmentBatch:
             moved = _read()(self._segment.fileno(), into + 16 * first, part, at + done)
             if moved < 0:
                 why = os.strerror(ctypes.get_errno())
-                raise Validation(f"segment {self._segment.key} cannot be read: {why}")
+                raise Validation(f"copying out of segment {self._segment.key}: {why}")
             done += moved
         if done != self.nbytes:
-            raise Validation(f"segment {self._segment.key} ended {self.nbytes - done} bytes early")
+            text = f"{done} of {self.nbytes} bytes could be copied out of"
+            raise Validation(f"{text} segment {self._segment.key}")
 
     def move_each(self) -> Iterator[tuple[int, int, int]]:
         """Make them one by one; yields each (to, from, how much)."""

@@ -21,7 +21,6 @@ from transports.planning import ALIGNED
 from transports.receiver_memory import ReceiverMemory
 from transports.shm_readers import check_stall
 from transports.stream import Progress, StreamSummary, known_of, meanwhile_of, targets_of
-from transports.waker import wait_ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +65,7 @@ class ShmReceiver(OneLink):
         self._memory = ReceiverMemory()
         self._rounds = 0
         self._copied = 0
+        self._early: wire.ToReader | None = None  # heard, and not taken yet
 
     def __repr__(self) -> str:
         return f"<ShmReceiver {self.name} {'idle' if self._link is None else 'receiving'}>"
@@ -95,7 +95,7 @@ class ShmReceiver(OneLink):
             raise Validation(f"shared memory needs a plan by rule {ALIGNED!r}, not {plan.rule!r}")
         with self._turn.call("receive", round, failed=self._failed):
             self._waker.check()
-            deadline = time.monotonic() + stall
+            deadline, self._early = time.monotonic() + stall, None
             link = self._link = Link.connect(
                 self._address, waker=self._waker, deadline=deadline, peer=_SENDER
             )
@@ -156,15 +156,19 @@ class ShmReceiver(OneLink):
         counted = 0
         taken: list[tuple[PlacedChunk, wire.Ready]] = []
         copies: list[Copies] = []  # out of memory that nobody has to write to again
+        held: list[torch.Tensor] = []  # what they write to
+        most = _TOGETHER if getattr(destination, "takes_all", False) else 1
         last, meanwhile = len(self._memory.chunks) - 1, meanwhile_of(destination)
         for chunk in self._memory.chunks:
             ready = self._await(link, wire.Ready, stall)
             if ready.chunk != chunk.index:
                 raise Validation(f"chunk {ready.chunk} came where {chunk.index} was due")
             self._memory.place(chunk, ready)
-            copies += self._take(queue, chunk, destination)
+            targets = targets_of(destination, chunk.tensors)
+            copies += self._take(queue, chunk, targets, known_of(destination, chunk.tensors))
+            held += targets
             taken.append((chunk, ready))
-            if copies and len(taken) < _TOGETHER and chunk.index < last and self._has_more(link):
+            if copies and len(taken) < most and chunk.index < last and self._has_ready(link):
                 continue  # the fewer times all cores wait for the last of them, the better
             if chunk.index == last and copies:
                 queue.move_together(copies, beside=lambda: meanwhile(None))
@@ -180,7 +184,7 @@ class ShmReceiver(OneLink):
                 self._send(link, wire.Ack(chunk=done_with.index), stall)
                 if done_with.complete:
                     landed(done_with.complete.copy())
-            taken, copies = [], []
+            taken, copies, held = [], [], []
         done = self._await(link, wire.Done, stall)
         digest = None if kind is None else chain(digests)
         nbytes = sum(plan.sizes)
@@ -190,14 +194,17 @@ class ShmReceiver(OneLink):
         return StreamSummary(nbytes=nbytes, chunks=done.chunks, digest=digest)
 
     def _take(
-        self, queue: CopyQueue, chunk: PlacedChunk, destination: Callable[[int], torch.Tensor]
+        self,
+        queue: CopyQueue,
+        chunk: PlacedChunk,
+        targets: list[torch.Tensor],
+        known: list[int] | None,
     ) -> Sequence[Copies]:
         """Copy a chunk; or return the copies, where they may be made later, together with others.
 
-        Then nothing of it is hashed.
+        Then nothing of it is hashed, and `targets` have to be held until they are made.
         """
-        targets = targets_of(destination, chunk.tensors)
-        found = addresses_of(targets, chunk.wholes, known_of(destination, chunk.tensors))
+        found = addresses_of(targets, chunk.wholes, known)
         if found is not None:
             if start := chunk.start(0):  # a list of one's own: that of a sink stays as it is
                 found = [found[0] + start, *found[1:]]
@@ -226,9 +233,15 @@ class ShmReceiver(OneLink):
                 queue.copy(part, chunk.view_like(at, target), address)
         return ()
 
-    def _has_more(self, link: Link) -> bool:
-        """Whether the sender has said something that nobody has read yet."""
-        return bool(wait_ready((link,), self._waker, deadline=0.0)[0])
+    def _has_ready(self, link: Link) -> bool:
+        """Whether the next chunk was announced already; does not wait.
+
+        Anything else may mean that the sender waits for those that were taken.
+        """
+        if self._early is None:
+            frame = link.recv_nowait()
+            self._early = None if frame is None else self._heard(frame[0])
+        return isinstance(self._early, wire.Ready)
 
     def _await(self, link: Link, kind: type[T], stall: float) -> T:
         while True:
@@ -241,22 +254,27 @@ class ShmReceiver(OneLink):
     def _next(
         self, link: Link, stall: float, *, max_fds: int = 0
     ) -> tuple[wire.ToReader, list[int]]:
+        early, self._early = self._early, None
+        if early is not None:
+            return early, []
         try:
             payload, fds = link.recv(deadline=time.monotonic() + stall, max_fds=max_fds)
         except PhaseTimeout as error:
             raise PhaseTimeout(
                 f"nothing from the trainer for {stall} s", replica=_SENDER
             ) from error
-        self.progress.step(0)
         try:
-            message = wire.decode_to_reader(payload, peer=_SENDER)
-        except Validation:
+            return self._heard(payload), fds
+        except BaseException:
             _close_all(fds)  # nobody else knows them
             raise
+
+    def _heard(self, payload: bytes) -> wire.ToReader:
+        self.progress.step(0)
+        message = wire.decode_to_reader(payload, peer=_SENDER)
         if isinstance(message, wire.Failed):
-            _close_all(fds)
             raise PeerLost.remote(f"the trainer gave up: {message.text}", replica=_SENDER)
-        return message, fds
+        return message
 
     def _send(self, link: Link, message: wire.Message, stall: float) -> None:
         try:
