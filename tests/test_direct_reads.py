@@ -93,6 +93,7 @@ async def test_all_of_a_module_is_read_where_it_is(sink, packed, verify):
         for round in range(1, 6):  # the module is looked at otherwise each time
             report = await sync.send_weights(version=round)
             assert report.outcome == "committed"
+            assert report.nbytes == nbytes_of(model)
             assert all(same(worker, model) for worker in workers)
             assert went(sync) == (round * nbytes_of(model), 0)
             assert sync.sender.statistics()["buffer_nbytes"] == 0
@@ -203,7 +204,8 @@ async def test_what_share_tensors_made_is_read_there(monkeypatch):
     with watched_reads(monkeypatch) as reads:
         async with trained(model, shared=[storage], **SMALL) as (sync, worker):
             for _ in range(3):
-                await sync.send_weights()
+                report = await sync.send_weights()
+                assert report.nbytes == nbytes_of(model)
                 assert same(worker, model)
                 step(model)
             shared = 3 * model[0].weight.nbytes

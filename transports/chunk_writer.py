@@ -109,7 +109,7 @@ class ChunkWriter:
             return True
         if not all(chunk.resident[at:end]) or sources != targets:
             return False  # some are copied, or the closer look says which one was moved
-        self._queue.hash(targets, nbytes)
+        self._queue.leave(targets, nbytes)
         self.in_place += sum(nbytes)
         return True
 
@@ -120,7 +120,7 @@ class ChunkWriter:
         address, nbytes = chunk.addresses[at], chunk.nbytes[at]
         if chunk.resident is not None and chunk.resident[at]:
             self._check_resident(chunk, at, tensor)
-            self._queue.hash([address], [nbytes])
+            self._queue.leave([address], [nbytes])
         elif not nbytes:
             self._queue.hash([address], [0])
         elif nbytes == chunk.wholes[at]:
