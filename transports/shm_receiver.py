@@ -209,9 +209,13 @@ class ShmReceiver(OneLink):
             if start := chunk.start(0):  # a list of one's own: that of a sink stays as it is
                 found = [found[0] + start, *found[1:]]
             ready = chunk.batches(0)(found, chunk.addresses, chunk.nbytes)
-            if not chunk.copied and queue.digest is None:
+            if chunk.copied:
+                queue.move(ready, found, chunk.nbytes)
+            elif queue.digest is None:
                 return ready
-            queue.move(ready, found, chunk.nbytes)
+            else:
+                queue.move_together(ready)
+                queue.hash(found, chunk.nbytes)
             return ()
         for at, target in enumerate(targets):
             whole = chunk.wholes[at]
