@@ -622,13 +622,13 @@ def test_a_sender_cannot_make_a_reader_read_that_did_not_offer_it():
     memory = ReceiverMemory()
     with pytest.raises(Validation, match="memory of trainer cannot be read"):
         memory.prepare(plan, welcome, iter([(0, 0, 4096)]))
-    memory.set_process(1, "trainer")
+    memory.set_process(1)
     for handle in ((0, 1, 4096), (1, 0, 4096), (0, 0, 2**63 - 255)):
         with pytest.raises(Validation):
             memory.prepare(plan, welcome, iter([handle]))
     memory.prepare(plan, welcome, iter([(0, 0, 2**63 - 257)]))
     assert memory.resident_name == "x"
-    memory.set_process(2, "trainer")
+    memory.set_process(2)
     assert memory.resident_name == ""  # those were another process's addresses
     assert memory.chunks == []
 

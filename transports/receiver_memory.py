@@ -37,14 +37,14 @@ class ReceiverMemory:
         self._order: list[Segment] = []
         self._prepared = ("", "")
 
-    def set_process(self, pid: int | None, peer: str) -> None:
+    def set_process(self, pid: int | None) -> None:
         """Say whose memory the sender's is, for this round on; None: it cannot be read."""
         if (None if self._process is None else self._process.pid) == pid:
             return
         if any(home is self._process for home, _ in self._resident.values()):
             self.chunks, self._prepared = [], ("", "")
             self._resident, self.resident_name = {}, ""
-        self._process = None if pid is None else ForeignMemory(pid, peer)
+        self._process = None if pid is None else ForeignMemory(pid, _SENDER)
 
     def keys(self) -> tuple[str, ...]:
         """The segments that need not be sent."""

@@ -107,7 +107,7 @@ class ShmReceiver(OneLink):
 
     def _enter(self, link: Link, plan: Plan, round: int, stall: float) -> str | None:
         reads = self._mark is not None and readable(link.pid, self._mark, self._token.encode())
-        self._memory.set_process(link.pid if reads else None, _SENDER)
+        self._memory.set_process(link.pid if reads else None)
         hello = wire.Hello(
             token=self._token,
             round=round,
