@@ -6,10 +6,7 @@ import contextlib
 import ctypes
 import gc
 import hashlib
-import json
 import mmap
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -18,7 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import shm_peers
 import torch
+from shm_peers import Thread, plan_of
 from torch import nn
 
 from statemachines.errors import Validation
@@ -32,47 +31,16 @@ from transports.errors import (
     TransportAborted,
 )
 from transports.foreign_memory import ForeignMemory, OwnMemory
-from transports.planning import ALIGNED, plan_chunks
 from transports.receiver_memory import ReceiverMemory
 from transports.segments import Segment
 from transports.shared_memory import ShmReceiver, ShmSender, share_tensors
 
-PROGRAMS = Path(__file__).parent / "shm_programs"
 STALL = 20.0
 
 
-class Peer:
-    """A process of `shm_programs` that speaks JSON lines."""
-
-    def __init__(self, program, *args):
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAMS / program), *args],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def tell(self, **command):
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self):
-        line = self.process.stdout.readline()
-        assert line, "the process is gone"
-        return json.loads(line)
-
-    def join(self, sender, name, **mark):
-        where = {"address": sender.address, "token": sender.token, "mark": sender.mark}
-        self.tell(new={"name": name} | where | mark)
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait(10)
-
-    def close(self):
-        self.kill()
-        self.process.stdin.close()
-        self.process.stdout.close()
+class Peer(shm_peers.Peer):
+    def join(self, sender, name, **where):
+        super().join(sender, name, **({"mark": sender.mark} | where))
 
 
 def reader_process():
@@ -115,34 +83,6 @@ def receivers():
             return receiver
 
         yield make
-
-
-class Thread(threading.Thread):
-    """Runs a function and keeps what it returned or raised."""
-
-    def __init__(self, fn, *args, **kwargs):
-        super().__init__(daemon=True)
-        self._call = partial(fn, *args, **kwargs)
-        self.start()
-
-    def run(self):
-        self.value = self.error = None
-        try:
-            self.value = self._call()
-        except BaseException as error:
-            self.error = error
-
-    def result(self):
-        self.join(20)
-        assert not self.is_alive(), "stuck"
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
-def plan_of(tensors, limit):
-    sizes, items = [t.nbytes for t in tensors], [t.itemsize for t in tensors]
-    return plan_chunks(sizes, items, limit=limit, rule=ALIGNED)
 
 
 def hash_of(tensor):

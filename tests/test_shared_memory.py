@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -19,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from limits import SLACK
+from shm_peers import Peer, Thread, plan_of
 from torch import nn
 
 from aiosync import ParamMeta
@@ -34,41 +32,6 @@ from transports.segments import Segment
 from transports.shared_memory import ShmReceiver, ShmSender, share_tensors
 from transports.shm_readers import Readers
 from transports.waker import Waker
-
-PROGRAMS = Path(__file__).parent / "shm_programs"
-
-
-class Peer:
-    """A process of `shm_programs` that speaks JSON lines."""
-
-    def __init__(self, program, *args):
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAMS / program), *args],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def tell(self, **command):
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self):
-        line = self.process.stdout.readline()
-        assert line, "the process is gone"
-        return json.loads(line)
-
-    def join(self, sender, name):
-        self.tell(new={"address": sender.address, "token": sender.token, "name": name})
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait(10)
-
-    def close(self):
-        self.kill()
-        self.process.stdin.close()
-        self.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +79,6 @@ def specs_of(tensors):
     return [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
 
 
-def plan_of(tensors, limit):
-    return plan_chunks(
-        [t.nbytes for t in tensors], [t.itemsize for t in tensors], limit=limit, rule=ALIGNED
-    )
-
-
 def hash_of(tensor):
     flat = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(bytes(flat.tolist())).hexdigest()
@@ -143,30 +100,6 @@ def send(sender, tensors, limit, *, readers=1, round=1, stall=20.0, batch=3):
     for at in range(0, len(pairs), batch):
         sender.write(pairs[at : at + batch])
     return sender.finish()
-
-
-class Thread(threading.Thread):
-    """Runs a function and keeps what it returned or raised."""
-
-    def __init__(self, fn, *args, **kwargs):
-        super().__init__(daemon=True)
-        self._call = (fn, args, kwargs)
-        self.start()
-
-    def run(self):
-        fn, args, kwargs = self._call
-        self.value = self.error = None
-        try:
-            self.value = fn(*args, **kwargs)
-        except BaseException as error:
-            self.error = error
-
-    def result(self):
-        self.join(20)
-        assert not self.is_alive(), "stuck"
-        if self.error is not None:
-            raise self.error
-        return self.value
 
 
 @pytest.fixture
